@@ -1,0 +1,1 @@
+"""Computes: the serving peer. Blocks, cache, scheduler, executor, session seats, service, node."""

@@ -1,0 +1,1 @@
+"""Moves bytes: wire, transport, discovery, checkpoints, client sessions, generation, command line."""

@@ -1,0 +1,148 @@
+"""The frames of the session rule as typed values: what the sans-IO objects speak. `wire.py` turns them into bytes.
+
+A tensor frame (STEP, FILL, RESULT) carries the names of its positions, a note and rows. A control frame carries a
+body, which is one of the structs below. The whole protocol is in `docs/wire.md`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+NAME_BYTES = 8
+SESSION_BYTES = 16
+NO_SESSION = bytes(SESSION_BYTES)
+
+
+class FrameType(IntEnum):
+    OPEN = 1
+    OPENED = 2
+    STALE = 3
+    BUSY = 4
+    ERROR = 5
+    STEP = 6
+    GAP = 7
+    FILL = 8
+    ACK = 9
+    RESULT = 10
+    LOST = 11
+    UNKNOWN = 12
+    CLOSE = 13
+    PING = 14
+    PONG = 15
+    PAGES = 16  # reserved
+
+
+TENSOR_FRAMES = frozenset({FrameType.STEP, FrameType.FILL, FrameType.RESULT})
+
+
+class Codec(IntEnum):
+    NONE = 0  # control frames
+    FP32 = 1
+    BF16 = 2
+
+
+class HopTiming(msgspec.Struct, array_like=True, frozen=True):
+    """One hop's share of a step, in microseconds."""
+
+    queue_us: int = 0
+    compute_us: int = 0
+    rtt_next_us: int = 0  # measured round trip to the next hop; 0: not known
+
+
+class StepNote(msgspec.Struct, array_like=True, frozen=True):
+    """The preamble of a tensor frame."""
+
+    want: int = 0  # first position whose output the client samples
+    timings: tuple[HopTiming, ...] = ()
+
+
+class OpenHop(msgspec.Struct, array_like=True, frozen=True):
+    peer_id: str
+    addresses: tuple[str, ...]
+    entry: int
+    exit: int
+    keep_to: int  # content of this seat beyond this position is not to be trusted
+
+
+class Open(msgspec.Struct, array_like=True, frozen=True):
+    nonce: bytes  # of the driver: two drivers at one epoch are told apart
+    route: tuple[OpenHop, ...]
+    names: bytes  # D[0..n] of the whole sequence, 8 bytes each
+    need_end: int  # positions wanted filled now
+    codec: int = Codec.FP32
+    numeric_class: int = 0
+    context: int = 0  # the most positions this session will hold; 0: not stated
+
+
+class Opened(msgspec.Struct, array_like=True, frozen=True):
+    positions: tuple[tuple[int, int], ...]  # (hop, position kept) for each seat of the sender
+
+
+class Stale(msgspec.Struct, array_like=True, frozen=True):
+    epoch: int
+    nonce: bytes
+
+
+class Busy(msgspec.Struct, array_like=True, frozen=True):
+    retry_after_ms: int
+
+
+class Problem(msgspec.Struct, array_like=True, frozen=True):
+    """Body of ERROR. `kind` is a stable word; `edge` the (from, to) peer ids of a non-finite input."""
+
+    kind: str
+    message: str
+    edge: tuple[str, ...] = ()
+
+
+class Lost(msgspec.Struct, array_like=True, frozen=True):
+    source: str
+    target: str
+    reason: str = ""
+
+
+class Probe(msgspec.Struct, array_like=True, frozen=True):
+    """Body of PING and PONG: a number that comes back."""
+
+    number: int
+
+
+BODIES: dict[FrameType, type | None] = {
+    FrameType.OPEN: Open,
+    FrameType.OPENED: Opened,
+    FrameType.STALE: Stale,
+    FrameType.BUSY: Busy,
+    FrameType.ERROR: Problem,
+    FrameType.GAP: None,
+    FrameType.ACK: None,
+    FrameType.LOST: Lost,
+    FrameType.UNKNOWN: None,
+    FrameType.CLOSE: None,
+    FrameType.PING: Probe,
+    FrameType.PONG: Probe,
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Frame:
+    """One frame. `hop` is the route index of the receiver (STEP, FILL), the asker (GAP), or the sender (RESULT, LOST).
+
+    `rows` is bytes-like in `codec` when it comes off the wire, shape [end - start, hidden] (for RESULT
+    [end - max(start, want), hidden]); a sender may put any object there that its transport knows how to encode.
+    """
+
+    type: FrameType
+    session: bytes = NO_SESSION
+    epoch: int = 0
+    hop: int = 0
+    start: int = 0
+    end: int = 0
+    codec: Codec = Codec.NONE
+    names: bytes = b""
+    note: StepNote = field(default_factory=StepNote)
+    rows: Any = b""
+    body: Any = None
