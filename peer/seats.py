@@ -1,0 +1,265 @@
+"""A seat: a peer's state for one session and one `[entry, exit)`. The session rule's inner half, without I/O.
+
+Frames come in, effects go out; computing happens elsewhere. While a seat computes, what arrives for it waits in its
+inbox, so that the rule may be read as if computing took no time. Names decide everything: what is held under the
+same names is answered from the journal, other names truncate, a step above the position shows a gap, and gaps are
+asked of the hop before. See `docs/wire.md`, "The session rule".
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from swarm.frames import Codec, Frame, FrameType, HopTiming, Open, StepNote
+from swarm.names import NAME_BYTES, common_positions, count, name_at
+
+if TYPE_CHECKING:
+    from peer.sessions import PeerSession
+
+
+MOST_WAITING = 1024  # steps over gaps; an honest client has far fewer, and repeats what it misses
+
+
+class SeatStore(Protocol):
+    """Where K, V and the journal lie. `position` counts the positions held; computing appends to it."""
+
+    @property
+    def position(self) -> int: ...
+    def truncate(self, position: int) -> None: ...
+    def rows(self, start: int, end: int) -> Any: ...
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """Compute `[start, end)` from the rows of `frame`, of which the first `skip` are held already."""
+
+    seat: Seat
+    frame: Frame
+    start: int
+    end: int
+    skip: int
+    arrived: float = 0.0
+
+
+@dataclass(slots=True)
+class WaitingStep:
+    """A step over a gap: its range and names only. Its rows come again with the FILL."""
+
+    start: int
+    end: int
+    last_name: bytes
+    note: StepNote
+
+
+class Seat:
+    def __init__(self, session: PeerSession, entry: int, exit: int, store: SeatStore, root: bytes):
+        self.session, self.entry, self.exit, self.store = session, entry, exit, store
+        self.names = bytearray(root)  # D[0..position]
+        self.hop: int | None = None  # index in the present route; None: out of it, but may return
+        self.inbox: deque[Frame] = deque()
+        self.working: Work | None = None
+        self.waiting: list[WaitingStep] = []
+        self.asked_to = -1
+        self.owed: dict[int, tuple[int, int]] = {}  # per asking hop: what it has not got yet
+        self.progress_at = 0.0
+
+    @property
+    def position(self) -> int:
+        return count(self.names)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether something waits for a FILL."""
+        return self.working is None and bool(self.waiting or self.owed or self.asked_to > self.position)
+
+    # -- frames ----------------------------------------------------------------------------------------------
+
+    def receive(self, frame: Frame) -> None:
+        self.inbox.append(frame)
+        self.drain()
+
+    def drain(self) -> None:
+        while self.inbox and self.working is None:
+            frame = self.inbox.popleft()
+            if frame.epoch != self.session.epoch:
+                continue  # overtaken by a newer OPEN while it waited
+            if frame.type is FrameType.OPEN:
+                self._open(frame.hop, frame.body)
+            elif frame.type is FrameType.GAP:
+                self._owe(frame.hop, frame.start, frame.end)
+            else:
+                self._take(frame)
+
+    def retire(self) -> None:
+        """Out of the route: keep the content, forget what was under way."""
+        self.hop = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.waiting, self.asked_to, self.owed = [], -1, {}
+
+    def _open(self, hop: int, body: Open) -> None:
+        self.hop = hop
+        self._reset()
+        self.progress_at = self.session.now
+        kept = self._kept(body.names, body.route[hop].keep_to)
+        if kept < self.position:
+            self.truncate(kept)
+        if self.position == 0:
+            self.names = bytearray(body.names[:NAME_BYTES])
+        self.session.seat_opened(self)
+        if self.position < body.need_end:
+            self.ask(body.need_end)
+
+    def _kept(self, names: bytes, keep_to: int) -> int:
+        """The longest prefix whose names agree, up to `keep_to`."""
+        if name_at(self.names, 0) != name_at(names, 0):
+            return 0
+        return common_positions(self.names, 0, names, min(self.position, keep_to))
+
+    def _owe(self, asker: int, start: int, end: int) -> None:
+        low, high = self.owed.get(asker, (start, end))
+        self.owed[asker] = (min(low, start), max(high, end))
+        self.pay()
+
+    def _take(self, frame: Frame) -> None:
+        """A STEP or a FILL."""
+        if frame.start > self.position or not self._continues(frame):
+            if frame.start <= self.position:
+                self.truncate(0)  # other content before it: our prefix is stale
+            self._wait(frame)
+            return
+        same = self._same(frame)
+        at = frame.start + same
+        if at == frame.end:
+            self._finish(frame, HopTiming())
+            return
+        if frame.rows is None:  # its rows were dropped while it waited for its OPEN
+            self._wait(frame)
+            return
+        if at < self.position:
+            if frame.type is FrameType.FILL:
+                return  # a FILL never rolls back
+            self.truncate(at)  # a real rollback; an append must not forget what was asked for
+        work = Work(self, frame, at, frame.end, same, self.session.now)
+        self.working = work
+        self.session.run(work)
+
+    def _wait(self, frame: Frame) -> None:
+        """A STEP over a gap waits; a FILL that does not fit is a leftover."""
+        if frame.type is FrameType.STEP:
+            last = name_at(frame.names, frame.end - frame.start)
+            self.waiting.append(WaitingStep(frame.start, frame.end, last, frame.note))
+            del self.waiting[:-MOST_WAITING]
+            self.ask(frame.end)
+
+    def _continues(self, frame: Frame) -> bool:
+        """Whether the content before the frame is ours, by name."""
+        return name_at(self.names, frame.start) == name_at(frame.names, 0)
+
+    def _same(self, frame: Frame) -> int:
+        """Positions of the frame that we hold under the same names: answered from the journal."""
+        return common_positions(self.names, frame.start, frame.names, frame.end - frame.start)
+
+    # -- after computing -------------------------------------------------------------------------------------
+
+    def computed(self, work: Work, timing: HopTiming) -> None:
+        """The store has grown by the work's positions. Appending is right whatever came meanwhile: names say what
+        it is, and an OPEN that waits in the inbox compares them."""
+        self.working = None
+        self.names += work.frame.names[(work.skip + 1) * NAME_BYTES :]
+        self.progress_at = self.session.now
+        if work.frame.epoch == self.session.epoch and self.hop is not None:
+            self._finish(work.frame, timing)
+        self.drain()
+
+    def abandoned(self, work: Work) -> None:
+        """The work was not done; the store is as it was."""
+        self.working = None
+        self.drain()
+
+    def _finish(self, frame: Frame, timing: HopTiming) -> None:
+        if frame.type is FrameType.STEP:
+            self._pass_on(frame.start, frame.end, frame.note, timing)
+        self.pay()
+        self._release()
+
+    def _release(self) -> None:
+        """Steps whose gap has closed go on as the steps they are."""
+        waiting, self.waiting = self.waiting, []
+        for step in waiting:
+            if step.end <= self.position and name_at(self.names, step.end) == step.last_name:
+                self._pass_on(step.start, step.end, step.note, HopTiming())
+            else:
+                self.waiting.append(step)
+
+    # -- paying, asking, passing on --------------------------------------------------------------------------
+
+    def pay(self) -> None:
+        """Send who asked what they asked for, as far as we have it; the rest as we get it."""
+        for asker, (start, end) in list(self.owed.items()):
+            have = min(end, self.position)
+            if have > start:
+                self._send_rows(FrameType.FILL, asker, start, have, StepNote())
+                start = have
+            if start < end:
+                self.owed[asker] = (start, end)
+                self.ask(end)
+            else:
+                del self.owed[asker]
+
+    def ask(self, upto: int) -> None:
+        """Ask the hop before for what is missing below `upto`, once."""
+        if self.hop is None or self.asked_to >= upto or upto <= self.position:
+            return
+        start = max(self.position, self.asked_to)
+        self.asked_to = upto
+        self.session.send(
+            self.hop - 1, Frame(type=FrameType.GAP, hop=self.hop, start=start, end=upto, epoch=self.session.epoch)
+        )
+
+    def ask_again(self) -> None:
+        """Nothing came for a while, or what was asked for is gone: repeat the ask from where we stand."""
+        ends = [self.asked_to, *(step.end for step in self.waiting), *(end for _, end in self.owed.values())]
+        self.asked_to = -1
+        self.progress_at = self.session.now
+        self.ask(max(ends))
+
+    def truncate(self, position: int) -> None:
+        del self.names[(position + 1) * NAME_BYTES :]
+        self.store.truncate(position)
+        self.asked_to = -1  # what was asked for starts above where we stand now
+
+    def evict(self, position: int = 0) -> None:
+        """Give pages back. Never while computing; a step that waits asks again."""
+        assert self.working is None
+        wanted = self.asked_to
+        self.truncate(min(position, self.position))
+        if self.waiting or self.owed:
+            self.asked_to = wanted
+            self.ask_again()
+
+    def _pass_on(self, start: int, end: int, note: StepNote, timing: HopTiming) -> None:
+        assert self.hop is not None
+        onward = StepNote(note.want, (*note.timings, self.session.timing_to(self.hop + 1, timing)))
+        self._send_rows(FrameType.STEP, self.hop + 1, start, end, onward)
+
+    def _send_rows(self, kind: FrameType, hop: int, start: int, end: int, note: StepNote) -> None:
+        last = hop >= len(self.session.route)
+        for at in range(start, end, self.session.chunk):
+            to = min(at + self.session.chunk, end)
+            first = min(max(at, note.want), to) if last else at
+            frame = Frame(
+                type=FrameType.RESULT if last else kind,
+                hop=hop - 1 if last else hop,
+                start=at,
+                end=to,
+                epoch=self.session.epoch,
+                codec=Codec(self.session.codec),
+                names=bytes(self.names[at * NAME_BYTES : (to + 1) * NAME_BYTES]),
+                note=note,
+                rows=self.store.rows(first, to) if first < to else b"",
+            )
+            self.session.send(hop, frame)

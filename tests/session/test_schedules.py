@@ -1,0 +1,160 @@
+"""The session rule under random faults, and the proof that each part of it is needed."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+
+from peer.seats import Seat
+from peer.sessions import PeerSession, SessionTable
+from swarm.driver import NO_LIMIT, Driver
+from swarm.frames import Frame, FrameType
+from tests.session.virtual import VirtualClient, VirtualNet, VirtualPeer, simulate
+
+VARIANTS = [
+    {"speculate": speculate, "timers": timers, "liar": liar}
+    for speculate in (False, True)
+    for timers in (False, True)
+    for liar in (False, True)
+]
+
+
+@functools.cache
+def clean_text(seed: int) -> tuple[int, ...]:
+    clean = simulate(seed)
+    assert clean.finished and clean.reroutes == 1, f"seed {seed}: the clean run did not end"
+    return tuple(clean.tokens)
+
+
+def outcome(seed: int, variant: dict) -> str | None:
+    """None if the disturbed run ended with the clean text and left nothing; else what went wrong."""
+    truth = list(clean_text(seed))
+    try:
+        hurt = simulate(seed, disturb=True, truth=truth, **variant)
+    except AssertionError as error:
+        return str(error)
+    return verdict(hurt, truth)
+
+
+def verdict(hurt: VirtualClient, truth: list[int]) -> str | None:
+    if not hurt.finished:
+        return f"hung after {hurt.reroutes} routes at {len(hurt.tokens)} tokens"
+    if hurt.tokens != truth:
+        return "wrong text"
+    if hurt.left_over:
+        return f"sessions left over on {hurt.left_over}"
+    return None
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(k for k, on in v.items() if on) or "plain")
+def test_disturbed_runs_end_with_the_clean_text(variant: dict) -> None:
+    for seed in range(150):
+        assert outcome(seed, variant) is None, f"seed {seed}, {variant}"
+
+
+def test_a_failure_costs_little_computation() -> None:
+    """Seats that stay compute nothing twice: a disturbed run costs a small multiple of a clean one."""
+    ratios = []
+    for seed in range(40):
+        clean = simulate(seed)
+        hurt = simulate(seed, disturb=True, truth=clean.tokens, timers=False)
+        ratios.append(hurt.computed / clean.computed)
+    assert sum(ratios) / len(ratios) < 3.5
+
+
+# -- each part of the rule, taken out ------------------------------------------------------------------------
+
+
+def forget_names_at_open_and_step(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Seat, "_continues", lambda self, frame: True)
+    patch.setattr(Seat, "_kept", lambda self, names, keep_to: min(self.position, keep_to, len(names) // 8 - 1))
+
+
+def answer_without_comparing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Seat, "_same", lambda self, frame: min(frame.end, self.position) - frame.start)
+
+
+def forget_keep_to(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Driver, "_keep", lambda self, hop: NO_LIMIT)
+
+
+def one_seat_a_peer(patch: pytest.MonkeyPatch) -> None:
+    real = PeerSession.open
+
+    def open(self: PeerSession, frame: Frame, link: object) -> None:
+        for (entry, exit), seat in list(self.seats.items()):
+            for hop in frame.body.route:
+                if hop.peer_id == self.table.me and (hop.entry, hop.exit) not in self.seats and seat.working is None:
+                    del self.seats[entry, exit]  # K and V of other boundaries taken for those wanted
+                    seat.entry, seat.exit = hop.entry, hop.exit
+                    seat.store.inputs = (seat.store.inputs * 6)[: hop.exit - hop.entry]  # type: ignore[attr-defined]
+                    seat.store.inputs = [list(i) for i in seat.store.inputs]  # type: ignore[attr-defined]
+                    self.seats[hop.entry, hop.exit] = seat
+                    break
+        real(self, frame, link)
+
+    patch.setattr(PeerSession, "open", open)
+
+
+def no_repeated_ask_after_eviction(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Seat, "ask_again", lambda self: None)
+
+
+def asks_survive_truncation(patch: pytest.MonkeyPatch) -> None:
+    real = Seat.truncate
+
+    def truncate(self: Seat, position: int) -> None:
+        asked = self.asked_to
+        real(self, position)
+        self.asked_to = asked
+
+    patch.setattr(Seat, "truncate", truncate)
+
+
+def drop_early_frames(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SessionTable, "hold", lambda self, frame, sender: None)
+
+
+def silent_renewal(patch: pytest.MonkeyPatch) -> None:
+    real = VirtualNet.renew
+
+    def renew(self: VirtualNet, a: str, b: str) -> None:
+        tell, self.notice = self.notice, lambda source, target: None  # type: ignore[method-assign]
+        real(self, a, b)
+        self.notice = tell  # type: ignore[method-assign]
+
+    patch.setattr(VirtualNet, "renew", renew)
+
+
+@pytest.mark.parametrize(
+    "take_out",
+    [
+        forget_names_at_open_and_step,
+        answer_without_comparing,
+        forget_keep_to,
+        one_seat_a_peer,
+        no_repeated_ask_after_eviction,
+        asks_survive_truncation,
+        drop_early_frames,
+        silent_renewal,
+    ],
+)
+def test_each_part_of_the_rule_is_needed(take_out, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With any part removed, some seed hangs or ends with another text."""
+    for seed in range(200):  # fill the cache of clean texts before the rule is broken
+        clean_text(seed)
+    take_out(monkeypatch)
+    for seed in range(200):
+        for variant in (v for v in VARIANTS if not v["timers"]):
+            truth = list(clean_text(seed))
+            try:
+                hurt = simulate(seed, disturb=True, truth=truth, **variant)
+            except (AssertionError, IndexError):
+                return
+            if verdict(hurt, truth) is not None:
+                return
+    pytest.fail("this part of the rule was not missed in 800 runs")
+
+

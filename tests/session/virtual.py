@@ -1,0 +1,413 @@
+"""The real session objects on virtual time: no sockets, no torch.
+
+Hidden states are digests that depend on every block and every position before, so a stale or wrong cache anywhere
+changes the final text. Schedules kill, restart and evict peers, break connections, move the session to other chains
+with other boundaries (a peer may serve two spans of one route), speculate, and let peers lie; every run must end
+with the text of an undisturbed run. With `timers=False` there is neither the client's deadline nor the repeated ask
+after a second, so that nothing but the rule itself can free a stuck step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+from peer.seats import SeatStore, Work
+from peer.sessions import Reach, Run, Sender, SessionLimits, SessionTable, ToLink, ToPeer
+from routing.types import Hop, Route, Span
+from swarm.driver import Driver, DriverConfig, NeedRoute, Output, Send, Stopped
+from swarm.frames import Frame, FrameType, HopTiming, Problem
+from swarm.names import NameChain
+
+BLOCKS = 6
+CHUNK = 5  # positions a frame
+UNIT = 0.01  # seconds; links take 0.5 to 3 units
+ROW = 8
+CLIENT = "client"
+FOREVER = 1e9
+
+
+def digest(*parts: object) -> bytes:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=ROW).digest()
+
+
+class DigestStore:
+    """A seat's memory: per block the inputs seen so far, standing for K and V, and the journal of outputs."""
+
+    def __init__(self, entry: int, exit: int):
+        self.entry = entry
+        self.inputs: list[list[bytes]] = [[] for _ in range(entry, exit)]
+        self.journal: list[bytes] = []
+
+    @property
+    def position(self) -> int:
+        return len(self.journal)
+
+    def truncate(self, position: int) -> None:
+        for inputs in self.inputs:
+            del inputs[position:]
+        del self.journal[position:]
+
+    def rows(self, start: int, end: int) -> bytes:
+        return b"".join(self.journal[start:end])
+
+    def compute(self, hidden: bytes) -> bytes:
+        for offset, inputs in enumerate(self.inputs):
+            inputs.append(hidden)
+            hidden = digest(self.entry + offset, tuple(inputs))
+        return hidden
+
+
+class VirtualNet:
+    """Links that keep order, with random delay. What is under way to or from a node that dies is lost, and its
+    neighbours notice."""
+
+    def __init__(self, rng: random.Random, carry: Callable[[Frame], Frame] = replace):
+        self.rng, self.now, self.seq, self.frames, self.carry = rng, 0.0, 0, 0, carry
+        self.events: list[tuple[float, int, Callable[[], object]]] = []
+        self.nodes: dict[str, VirtualPeer | VirtualClient] = {}
+        self._last: dict[tuple[str, str], float] = {}
+        self._renewed: dict[frozenset[str], int] = {}
+
+    def at(self, units: float, call: Callable[[], object]) -> None:
+        self.at_time(self.now + units * UNIT, call)
+
+    def at_time(self, when: float, call: Callable[[], object]) -> None:
+        self.seq += 1
+        heapq.heappush(self.events, (when, self.seq, call))
+
+    def send(self, source: str, target: str, frame: Frame) -> None:
+        self.frames += 1
+        frame = self.carry(frame)
+        node = self.nodes[target]
+        if not node.alive:
+            self.notice(source, target)
+            return
+        if source == target:
+            self.at(0, lambda: node.receive(frame, source))
+            return
+        when = max(self.now + self.rng.uniform(0.5, 3) * UNIT, self._last.get((source, target), 0))
+        self._last[source, target] = when
+        lives = self._lives(source, target)
+        self.at_time(when, lambda: self._lives(source, target) == lives and node.receive(frame, source))
+
+    def _lives(self, a: str, b: str) -> tuple[int, int, int]:
+        return self.nodes[a].life, self.nodes[b].life, self._renewed.get(frozenset((a, b)), 0)
+
+    def renew(self, a: str, b: str) -> None:
+        """The connection breaks and comes back, both ends alive: what was under way is lost."""
+        pair = frozenset((a, b))
+        self._renewed[pair] = self._renewed.get(pair, 0) + 1
+        self.notice(a, b)
+
+    def notice(self, source: str, target: str) -> None:
+        """The source learns that its connection to the target is down."""
+        node = self.nodes[source]
+        life = node.life
+        self.at(self.rng.uniform(0.5, 4), lambda: node.life == life and node.link_lost(target))
+
+    def run(self, until: Callable[[], bool], most_events: int = 200_000) -> None:
+        while self.events and not until() and most_events:
+            self.now, _, call = heapq.heappop(self.events)
+            call()
+            most_events -= 1
+
+
+class VirtualPeer:
+    def __init__(self, net: VirtualNet, name: str, span: Span, *, lies: bool, limits: SessionLimits):
+        self.net, self.name, self.span, self.lies, self.limits = net, name, span, lies, limits
+        self.life, self.alive, self.computed = 0, True, 0
+        self.forget()
+
+    def forget(self) -> None:
+        self.table = SessionTable(
+            me=self.name,
+            span=self.span,
+            make_store=self.make_store,
+            row_bytes=lambda codec: ROW,
+            limits=self.limits,
+        )
+
+    def make_store(self, entry: int, exit: int) -> SeatStore:
+        return DigestStore(entry, exit)
+
+    def receive(self, frame: Frame, source: str) -> None:
+        role = "client" if source == CLIENT else "peer"
+        self.table.receive(frame, Sender(source, role, source), self.net.now)
+        self.act()
+
+    def link_lost(self, peer: str) -> None:
+        if peer == CLIENT:
+            self.table.client_lost(CLIENT, self.net.now)
+        else:
+            self.table.link_lost(peer, "the connection broke", self.net.now)
+        self.act()
+
+    def tick(self) -> None:
+        self.table.tick(self.net.now)
+        self.act()
+
+    def act(self) -> None:
+        for effect in self.table.take_effects():
+            match effect:
+                case ToPeer(peer_id, frame):
+                    self.net.send(self.name, peer_id, frame)
+                case ToLink(link, frame):
+                    self.net.send(self.name, str(link), frame)
+                case Run(work):
+                    life = self.life
+                    delay = self.net.rng.uniform(0.1, 2)
+                    self.net.at(delay, lambda work=work: self.life == life and self.finish(work))
+                case Reach():
+                    pass
+
+    def finish(self, work: Work) -> None:
+        store = work.seat.store
+        assert isinstance(store, DigestStore)
+        assert store.position == work.start, "somebody changed a store while it computed"
+        for at in range(work.skip, work.end - work.frame.start):
+            hidden = store.compute(bytes(work.frame.rows[at * ROW : (at + 1) * ROW]))
+            if self.lies and self.net.rng.random() < 0.3:
+                hidden = digest("lie", self.net.seq)
+            store.journal.append(hidden)
+            self.computed += len(store.inputs)
+        self.table.computed(work, HopTiming(1, 2), self.net.now)
+        self.act()
+
+    def fail(self, work: Work) -> None:
+        self.table.failed(work, Problem("failed", "told to"), self.net.now)
+        self.act()
+
+    def evict(self, position: int) -> None:
+        for session in self.table.sessions.values():
+            for seat in session.seats.values():
+                if seat.working is None and seat.position > position:
+                    seat.evict(position)
+        self.act()
+
+
+class VirtualClient:
+    """Generates tokens; the head turns the last hidden state into the next token."""
+
+    life, alive = 0, True
+
+    def __init__(self, net: VirtualNet, prompt: list[int], count: int, truth: list[int] | None, *, speculate: bool,
+                 timers: bool, liar: bool):
+        self.net, self.rng, self.truth, self.speculate = net, net.rng, truth, speculate
+        self.goal, self.prompt = len(prompt) + count, prompt
+        config = DriverConfig(chunk=CHUNK, deadline_s=3.0 if timers else None, row_bytes=ROW)
+        self.driver = Driver(
+            session_id=b"s" * 16,
+            nonce=b"n" * 8,
+            names=NameChain(b"secret"),
+            embed=lambda a, b: b"".join(digest("embedding", t) for t in self.driver.tokens[a:b]),
+            read=lambda frame: bytes(frame.rows),
+            config=config,
+        )
+        self.tokens = list(prompt)  # what is decided; the driver may hold a draft beyond it
+        self.draft: list[int] = []
+        self.liars: set[str] = set()
+        self.audits_left = liar
+        self.finished, self.planning, self.reroutes, self.rolled_back = False, False, 0, 0
+        self.stopped: Stopped | None = None
+
+    # -- routes
+
+    def choose(self) -> Route | None:
+        peers = [
+            node for node in self.net.nodes.values()
+            if isinstance(node, VirtualPeer) and node.alive and node.name not in self.liars
+        ]
+        route: list[Hop] = []
+        block = 0
+        present = self.driver.route or ()
+        while block < BLOCKS:
+            able = [p for p in peers if block in p.span]
+            if not able:
+                return None
+            stay = [hop for hop in present if hop.entry == block and hop.peer_id in {p.name for p in able}]
+            if stay and self.rng.random() < 0.7:
+                route.append(stay[0])
+            else:
+                peer = self.rng.choice(able)
+                exit = peer.span.end if self.rng.random() < 0.6 else self.rng.randint(block + 1, peer.span.end)
+                route.append(Hop(peer.name, block, exit))
+            block = route[-1].exit
+        return Route(tuple(route))
+
+    def plan(self) -> None:
+        self.planning = False
+        if self.finished:
+            return
+        route = self.choose()
+        if route is None:
+            self.plan_soon(5)  # nobody serves a block: wait, and look again
+            return
+        self.reroutes += 1
+        self.driver.open(route, {}, self.net.now)
+        self.act()
+
+    def plan_soon(self, units: float = 0) -> None:
+        if not self.planning:
+            self.planning = True
+            self.net.at(units, self.plan)
+
+    # -- events
+
+    def receive(self, frame: Frame, source: str) -> None:
+        self.driver.receive(frame, source, self.net.now)
+        self.act()
+
+    def link_lost(self, peer: str) -> None:
+        self.driver.link_lost(peer, "the connection broke")
+        self.act()
+
+    def tick(self) -> None:
+        self.driver.tick(self.net.now)
+        self.act()
+
+    def act(self) -> None:
+        for effect in self.driver.take_effects():
+            match effect:
+                case Send(peer_id, frame):
+                    self.net.send(CLIENT, peer_id, frame)
+                case NeedRoute():
+                    self.plan_soon()
+                case Output():
+                    self.accept(effect)
+                case Stopped():
+                    self.stopped = effect
+
+    # -- generation
+
+    def start(self) -> None:
+        self.driver.step(self.prompt, self.net.now)
+        self.plan()
+
+    def accept(self, output: Output) -> None:
+        rows = b"".join(output.rows)
+        for at in range(len(self.tokens) - 1, output.end):
+            hidden = rows[(at - output.start) * ROW : (at - output.start + 1) * ROW]
+            token = int.from_bytes(digest("head", hidden), "little") % 97
+            self.tokens.append(token)
+            if not self.draft or self.draft.pop(0) != token:
+                break  # the rest of the draft was wrong: rolled back below
+        self.tokens, self.draft = self.tokens[: self.goal], []
+        if self.truth and self.tokens != self.truth[: len(self.tokens)]:
+            assert self.audits_left, "wrong text, and nobody lies (any more)"
+            if self.rng.random() < 0.5 or len(self.tokens) >= self.goal:
+                self.audit()
+                return
+        if len(self.tokens) >= self.goal:
+            self.finished = True
+            self.driver.close()
+            return
+        self.next_step()
+
+    def next_step(self) -> None:
+        if len(self.driver.tokens) > len(self.tokens) - 1:
+            self.driver.rollback(len(self.tokens) - 1)
+        if self.speculate and self.rng.random() < 0.7:
+            guess = (self.truth or [])[len(self.tokens) :]
+            room = max(0, self.goal - len(self.tokens))
+            self.draft = [
+                guess[i] if i < len(guess) and self.rng.random() < 0.7 else self.rng.randrange(97) for i in range(3)
+            ][:room]
+        want = len(self.tokens) - 1
+        known = len(self.driver.tokens)
+        self.driver.step([*self.tokens[known:], *self.draft], self.net.now, want=want)
+
+    def audit(self) -> None:
+        """An oracle says who lied: distrust what stands downstream of it, and take back the wrong tokens."""
+        self.audits_left = False
+        for peer in self.net.nodes.values():
+            if isinstance(peer, VirtualPeer) and peer.lies:
+                self.liars.add(peer.name)
+                self.driver.distrust(peer.name)
+        assert self.truth is not None
+        while self.tokens != self.truth[: len(self.tokens)]:
+            self.tokens.pop()
+            self.rolled_back += 1
+        self.driver.rollback(min(len(self.driver.tokens), len(self.tokens) - 1))
+        self.driver.step(self.tokens[len(self.driver.tokens) :], self.net.now)
+        self.plan_soon()
+
+
+def simulate(
+    seed: int,
+    *,
+    disturb: bool = False,
+    truth: list[int] | None = None,
+    speculate: bool = False,
+    timers: bool = True,
+    liar: bool = False,
+    carry: Callable[[Frame], Frame] = replace,
+    peer_class: type[VirtualPeer] = VirtualPeer,
+) -> VirtualClient:
+    rng = random.Random(seed)
+    net = VirtualNet(rng, carry)
+    limits = SessionLimits(ask_again_s=1.0 if timers else FOREVER, chunk=CHUNK)
+    bounds = [(0, 2), (0, 3), (0, 6), (1, 4), (2, 4), (2, 6), (3, 5), (3, 6), (4, 6), (5, 6), (0, 1), (1, 6)]
+    peers = [
+        peer_class(net, f"p{i}", Span(*bound), lies=liar and i in (3, 6), limits=limits)
+        for i, bound in enumerate(bounds)
+    ]
+    net.nodes.update({peer.name: peer for peer in peers})
+    prompt = [random.Random(seed).randrange(97) for _ in range(12)]
+    client = VirtualClient(net, prompt, 24, truth, speculate=speculate, timers=timers, liar=liar)
+    net.nodes[CLIENT] = client
+
+    def fault() -> None:
+        used = [net.nodes[hop.peer_id] for hop in client.driver.route or ()]
+        peer, what = rng.choice(used if used and rng.random() < 0.7 else peers), rng.random()
+        kill, evict = [(0.35, 0.8), (0.0, 1.0), (1.0, 1.0), (0.0, 0.3)][seed % 4]  # all, evictions, kills, moves
+        if what < kill and peer.alive:
+            peer.alive, peer.life = False, peer.life + 1
+            net.at(rng.uniform(10, 80), lambda: revive(peer))
+            for other in (*peers, client):
+                if other is not peer and other.alive:
+                    net.notice(other.name if isinstance(other, VirtualPeer) else CLIENT, peer.name)
+        elif kill <= what < evict:
+            peer.evict(rng.randrange(40))
+        elif rng.random() < 0.5 and client.driver.route is not None and len(client.driver.route) > 1:
+            hop = rng.randrange(len(client.driver.route) - 1)
+            a, b = client.driver.route[hop].peer_id, client.driver.route[hop + 1].peer_id
+            if a != b and net.nodes[a].alive and net.nodes[b].alive:
+                net.renew(a, b)
+        elif not client.finished:
+            client.plan_soon()
+        faults.pop()  # few enough that a later fault does not always free what an earlier one stuck
+        if faults and not client.finished:
+            net.at(rng.uniform(2, 25), fault)
+
+    def revive(peer: VirtualPeer) -> None:
+        peer.forget()
+        peer.life, peer.alive = peer.life + 1, True
+
+    def tick() -> None:
+        for node in net.nodes.values():
+            if node.alive:
+                node.tick()
+        if net.now < 600 and not client.finished:
+            net.at(25, tick)
+
+    faults = [None] * (rng.randint(1, 12) if disturb else 0)
+    if faults:
+        net.at(rng.uniform(2, 25), fault)
+    net.at(25, tick)
+    client.start()
+    net.run(lambda: client.finished)
+    # Let what is under way arrive: the CLOSE frames, and what they cross.
+    if client.finished:
+        net.run(lambda: False)
+    client.left_over = [  # type: ignore[attr-defined]
+        peer.name for peer in peers if peer.alive and not peer.lies and peer.table.sessions
+    ]
+    client.computed = sum(peer.computed for peer in peers)  # type: ignore[attr-defined]
+    return client
+
+
+__all__ = ["FrameType", "VirtualClient", "VirtualNet", "VirtualPeer", "simulate"]
