@@ -29,6 +29,8 @@ class SeatStore(Protocol):
     def position(self) -> int: ...
     def truncate(self, position: int) -> None: ...
     def rows(self, start: int, end: int) -> Any: ...
+    def evict(self) -> None:
+        """Give all memory back; position 0."""
 
 
 @dataclass(slots=True, eq=False)
@@ -237,6 +239,8 @@ class Seat:
         assert self.working is None
         wanted = self.asked_to
         self.truncate(min(position, self.position))
+        if self.position == 0:
+            self.store.evict()
         if self.waiting or self.owed:
             self.asked_to = wanted
             self.ask_again()

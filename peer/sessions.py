@@ -372,7 +372,7 @@ class SessionTable:
         session.abandon()
         for seat in session.seats.values():
             if seat.working is None:
-                seat.truncate(0)
+                seat.evict()
         del self.sessions[session.id]
 
     def refuse(self, frame: Frame, sender: Sender, why: str) -> None:
@@ -414,7 +414,7 @@ class SessionTable:
         self.now = now
         work.seat.computed(work, timing)
         if self.sessions.get(work.seat.session.id) is not work.seat.session:
-            work.seat.truncate(0)  # closed while it computed
+            work.seat.evict()  # closed while it computed
 
     def failed(self, work: Work, problem: Problem, now: float) -> None:
         self.now = now

@@ -1,1 +1,28 @@
-"""Moves bytes: wire, transport, discovery, checkpoints, client sessions, generation, command line."""
+"""Moves bytes: wire, transport, discovery, checkpoints, client sessions, generation, command line.
+
+The public names: `SwarmModel` (asynchronous; `swarm.sync.SwarmModel` blocks), `LocalSwarm`, `SwarmError` and its kin
+in `routing.errors`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from routing.errors import SwarmError
+
+if TYPE_CHECKING:
+    from swarm.local import LocalSwarm
+    from swarm.model import SwarmModel
+
+__all__ = ["LocalSwarm", "SwarmError", "SwarmModel"]
+
+_HOMES = {"SwarmModel": "swarm.model", "LocalSwarm": "swarm.local"}
+
+
+def __getattr__(name: str) -> Any:
+    # Late, so that `swarm --help` does not wait for torch.
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'swarm' has no attribute {name!r}")

@@ -1,0 +1,137 @@
+"""`python -m peer`: what `swarm serve` runs. Options in, a `PeerConfig` out; signals; the one place that prints."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import uvloop
+
+
+from routing.types import Span
+from swarm.terminal import Console, guarded, setup_logging
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+EXAMPLE = """
+Serve blocks of MODEL to a swarm: join one with --join CODE, or begin a new one and get its code.
+
+MODEL is a directory with config.json and safetensors files, a .gguf file, a hub id, or smollm2 (the small model
+that comes with this package). Ctrl-C leaves the swarm in good order.
+
+Example:  swarm serve smollm2 --blocks 0:15
+          swarm serve smollm2 --join CODE
+"""
+
+
+@app.command(help=EXAMPLE)
+def serve(
+    model: Annotated[str, typer.Argument(help="directory, .gguf file, hub id, or smollm2")],
+    join: Annotated[str | None, typer.Option(help="join code of the swarm; without it a new swarm begins")] = None,
+    blocks: Annotated[
+        str | None, typer.Option(metavar="A:B", help="blocks to serve; without it the least covered that fit")
+    ] = None,
+    host: Annotated[str, typer.Option(help="address to listen on (:: for IPv6)")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(help="port for other peers and clients; 0: the system chooses")] = 0,
+    dht_port: Annotated[int, typer.Option(help="port of the swarm's directory; 0: the system chooses")] = 0,
+    announce: Annotated[
+        list[str], typer.Option(help="address:port to tell others instead of this machine's own; may be repeated")
+    ] = [],  # noqa: B006
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    device: Annotated[str, typer.Option(help="torch device")] = "cpu",
+    threads: Annotated[int | None, typer.Option(help="cores for computing; all by default")] = None,
+    cache: Annotated[int | None, typer.Option(metavar="MIB", help="memory for sessions' caches")] = None,
+    identity: Annotated[Path | None, typer.Option(help="key file of this peer; made if it is not there")] = None,
+    direct: Annotated[bool, typer.Option(help="direct connections (else only the swarm's own network)")] = True,
+    daemon: Annotated[str | None, typer.Option(hidden=True)] = None,
+    until_stdin_closes: Annotated[bool, typer.Option(hidden=True)] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line on stdout")] = False,
+    verbose: Annotated[bool, typer.Option(help="log what happens; show tracebacks")] = False,
+) -> None:
+    console = Console(as_json=as_json, verbose=verbose)
+    setup_logging(verbose)
+    with guarded(console):
+        from peer.config import PeerConfig  # torch takes a second to import: not before --help
+
+        config = PeerConfig(
+            model=model,
+            join=join,
+            blocks=Span.parse(blocks) if blocks else None,
+            host=host,
+            port=port,
+            dht_port=dht_port,
+            announce=tuple(announce),
+            dtype=dtype,
+            device=device,
+            threads=threads,
+            cache_bytes=None if cache is None else cache << 20,
+            identity_path=identity,
+            direct=direct,
+            daemon=daemon,
+        )
+        uvloop.run(_serve(config, console, until_stdin_closes))
+
+
+async def _serve(config, console: Console, until_stdin_closes: bool) -> None:
+    from peer.node import Node
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    main = asyncio.current_task()
+    assert main is not None
+    started = False
+
+    def on_signal() -> None:
+        # While starting there is nothing to say goodbye to: give up at once.
+        stop.set() if started else main.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    if until_stdin_closes:
+        loop.add_reader(sys.stdin.fileno(), lambda: sys.stdin.buffer.read1(1) or (loop.remove_reader(0), on_signal()))
+    with console.progress() as progress:
+        node = Node(config, progress)
+        await node.__aenter__()
+    started = True
+    try:
+        _announce(node.serving, console)
+        renewing = asyncio.create_task(node.run())
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({renewing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (renewing, stopping):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+    finally:
+        console.say("leaving the swarm")
+        await node.__aexit__(None, None, None)
+    console.event({"event": "left"})
+
+
+def _announce(serving, console: Console) -> None:
+    facts = asdict(serving)
+    facts["span"] = str(serving.span)
+    console.event({"event": "serving", **facts})
+    last = serving.n_blocks - 1
+    console.say(f"serving blocks {serving.span} of 0..{last} as {serving.peer_id} at {serving.address}")
+    console.say(
+        f"weights {serving.weights_bytes / 2**20:.0f} MiB, room for {serving.cache_positions:,} tokens of context"
+    )
+    console.say("join code (give it to others):")
+    console.plain(serving.join_code)
+    console.say(f"try it:  swarm generate MODEL 'Hello' --join {serving.join_code[:12]}...   Ctrl-C leaves")
+
+
+def main() -> None:
+    app(prog_name="swarm serve")
+
+
+if __name__ == "__main__":
+    main()
+

@@ -1,0 +1,51 @@
+"""Keeps a peer's record in the DHT true and alive: joining, serving, leaving; renewed before it expires."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+
+from routing.errors import DaemonFailed, SwarmError, TimedOut, Unreachable
+from routing.types import PeerRecord
+from swarm.discovery import Directory
+
+log = logging.getLogger(__name__)
+
+
+class Announcer:
+    def __init__(self, directory: Directory, record: Callable[[], PeerRecord], renew_s: float):
+        """`record` describes the peer as it is at the moment."""
+        self._directory, self._record, self._renew_s = directory, record, renew_s
+        self._soon = asyncio.Event()
+
+    async def announce(self) -> PeerRecord:
+        """Raises Unreachable, TimedOut, DaemonFailed."""
+        return await self._directory.announce(self._record())
+
+    def renew_soon(self) -> None:
+        """Something worth telling has changed."""
+        self._soon.set()
+
+    async def run(self) -> None:
+        """Renews for ever, at times with jitter so that peers that started together do not renew together."""
+        while True:
+            try:
+                async with asyncio.timeout(self._renew_s * random.uniform(0.8, 1.2)):
+                    await self._soon.wait()
+            except TimeoutError:
+                pass
+            self._soon.clear()
+            try:
+                await self.announce()
+            except (Unreachable, TimedOut, DaemonFailed) as error:
+                log.warning("the record could not be renewed: %s", error)
+
+    async def leave(self, timeout_s: float = 3.0) -> None:
+        """Says goodbye, if it can be done quickly."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._directory.leave()
+        except (SwarmError, TimeoutError) as error:
+            log.info("could not say goodbye in the DHT: %s", error)

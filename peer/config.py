@@ -1,0 +1,52 @@
+"""What a serving peer is told at start. Validated once, here; read from the command line in `__main__.py` alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from routing.errors import BadInput
+from routing.types import Span
+from swarm.link import Heartbeat
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerConfig:
+    model: str
+    join: str | None = None  # None: begin a new swarm
+    blocks: Span | None = None  # None: the least covered span that fits
+    host: str = "0.0.0.0"  # address to listen on, of the data plane and of the DHT
+    port: int = 0  # data plane; 0: the system chooses
+    dht_port: int = 0
+    announce: tuple[str, ...] = ()  # addresses to tell others instead of this machine's own
+    dtype: str = "float32"
+    device: str = "cpu"
+    threads: int | None = None  # cores for computing; None: all
+    cache_bytes: int | None = None  # None: half of what is free after loading
+    identity_path: Path | None = None  # None: the first of this user's that is not in use
+    direct: bool = True  # False: only streams through the swarm's own network
+    renew_s: float = 15.0
+    startup_timeout_s: float = 120.0
+    daemon: str | None = None  # another p2pd executable
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise BadInput(f"dtype {self.dtype!r} is not known; choose one of {', '.join(DTYPES)}")
+        if self.threads is not None and self.threads < 1:
+            raise BadInput(f"threads must be at least 1, not {self.threads}")
+        for name, port in (("port", self.port), ("dht_port", self.dht_port)):
+            if not 0 <= port < 65536:
+                raise BadInput(f"{name} must be between 0 and 65535, not {port}")
+        if self.cache_bytes is not None and self.cache_bytes < 1 << 20:
+            raise BadInput("the cache needs at least 1 MiB")
+        if not 1 <= self.renew_s <= 25:
+            raise BadInput("records must be renewed every 1 to 25 seconds")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]

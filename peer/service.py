@@ -1,0 +1,320 @@
+"""A peer at work: frames from links go to the session table, its works to the compute thread, its answers back.
+
+Owns the links' side of every session here and the loop of passes. The rule is in `sessions.py` and `seats.py`, the
+choice of the next pass in `scheduler.py`, computing in `executor.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from peer.blocks import Blocks
+from peer.cache import CacheBudget, SeatCache
+from peer.capacity import Speed
+from peer.executor import Executor, PassItem
+from peer.scheduler import Scheduler
+from peer.seats import Work
+from peer.sessions import Reach, Run, Sender, SessionLimits, SessionTable, ToLink, ToPeer
+from routing.errors import BadInput, Overloaded, ProtocolError, TimedOut, Unreachable
+from routing.types import PeerId
+from swarm.codec import decode_rows, encode_rows, row_bytes
+from swarm.compute import ComputeThread
+from swarm.frames import Codec, Frame, FrameType, HopTiming, Problem
+from swarm.link import Link
+from swarm.tasks import Tasks
+from swarm.transport import Endpoint
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+DIAL_S = 5.0
+MOST_QUEUED = 256  # frames for a peer that is being dialled
+SMOOTHING = 0.1  # of a new measurement
+
+
+@dataclass(slots=True)
+class Load:
+    """Running means, in seconds."""
+
+    decode_s: float  # one token through one block
+    prefill_s: float  # one token of a chunk through one block
+    queue_s: float = 0.0  # between a work's arrival and its pass
+
+    def decoded(self, per_block_s: float) -> None:
+        self.decode_s += SMOOTHING * (per_block_s - self.decode_s)
+
+    def prefilled(self, per_token_block_s: float) -> None:
+        self.prefill_s += SMOOTHING * (per_token_block_s - self.prefill_s)
+
+    def waited(self, seconds: float) -> None:
+        self.queue_s += SMOOTHING * (seconds - self.queue_s)
+
+
+@dataclass(slots=True)
+class _Done:
+    """What became of one work in a pass."""
+
+    work: Work
+    problem: Problem | None = None
+
+
+class Service:
+    def __init__(
+        self,
+        *,
+        me: PeerId,
+        blocks: Blocks,
+        budget: CacheBudget,
+        thread: ComputeThread,
+        speed: Speed,
+        limits: SessionLimits = SessionLimits(),
+    ):
+        self.me, self.blocks, self.budget = me, blocks, budget
+        self.load = Load(speed.decode_s, speed.prefill_s)
+        self._thread, self._executor = thread, Executor(blocks)
+        self._scheduler = Scheduler()
+        self._endpoint: Endpoint | None = None
+        self._tasks = Tasks()
+        self._ready = asyncio.Event()
+        self._queued: dict[PeerId, deque[Frame]] = {}  # for peers without a link yet
+        self._dialling: set[PeerId] = set()
+        self._links: set[Link] = set()
+        self._acting = False
+        self.passes = 0
+        hidden = blocks.shape.hidden
+        self.table = SessionTable(
+            me=me,
+            span=blocks.span,
+            make_store=lambda entry, exit: blocks.seat(entry, exit, budget),
+            row_bytes=lambda codec: row_bytes(codec, hidden),
+            admit=self._admit,
+            rtt_us=self._rtt_us,
+            limits=limits,
+        )
+
+    def start(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._tasks.spawn(self._compute())
+        self._tasks.spawn(self._tick())
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    # -- LinkHandler -----------------------------------------------------------------------------------------
+
+    def link_opened(self, link: Link) -> None:
+        self._links.add(link)
+        if link.role == "peer":
+            for frame in self._queued.pop(link.remote, ()):
+                self._send(link, frame)
+        link.watched = link.role == "peer" and self._needs(link.remote)
+
+    def frame_received(self, link: Link, frame: Frame) -> None:
+        self.table.receive(frame, Sender(link.remote, link.role, link), time.monotonic())
+        self._act()
+
+    def link_lost(self, link: Link, reason: str) -> None:
+        self._links.discard(link)
+        now = time.monotonic()
+        if link.role == "peer":
+            self.table.link_lost(link.remote, reason, now)
+        else:
+            self.table.client_lost(link, now)
+        self._act()
+
+    # -- effects ---------------------------------------------------------------------------------------------
+
+    def _act(self) -> None:
+        """Carry out what the table decided. Frames to ourselves may bring new effects: until none is left."""
+        if self._acting:
+            return
+        self._acting = True
+        try:
+            while effects := self.table.take_effects():
+                for effect in effects:
+                    match effect:
+                        case ToPeer(peer_id, frame):
+                            self._to_peer(peer_id, frame)
+                        case ToLink(link, frame):
+                            assert isinstance(link, Link)
+                            self._send(link, frame)
+                        case Run(work):
+                            self._scheduler.add(work)
+                            self._ready.set()
+                        case Reach(peer_id, addresses):
+                            self._reach(peer_id, addresses)
+        finally:
+            self._acting = False
+
+    def _to_peer(self, peer_id: PeerId, frame: Frame) -> None:
+        if peer_id == self.me:  # two hops of one route in a row: handed over without the wire
+            self.table.receive(frame, Sender(self.me, "peer", self.me), time.monotonic())
+            return
+        link = self._link(peer_id)
+        if link is not None:
+            self._send(link, frame)
+            return
+        queue = self._queued.setdefault(peer_id, deque())
+        if len(queue) < MOST_QUEUED:
+            queue.append(frame)
+        if frame.type not in (FrameType.GAP, FrameType.ACK) and peer_id not in self._dialling:
+            # What goes back waits for the hop before to dial; what goes on had a link, and it broke.
+            self._lost(peer_id, "no connection")
+
+    def _send(self, link: Link, frame: Frame) -> None:
+        if isinstance(frame.rows, torch.Tensor):
+            frame.rows = encode_rows(frame.rows, frame.codec)
+        try:
+            link.send(frame)
+        except BadInput as error:
+            log.error("a %s frame could not be sent: %s", frame.type.name, error)
+
+    def _link(self, peer_id: PeerId) -> Link | None:
+        link = self._endpoint.link(peer_id) if self._endpoint else None
+        return None if link is None or link.closed else link
+
+    def _reach(self, peer_id: PeerId, addresses: tuple[str, ...]) -> None:
+        if link := self._link(peer_id):
+            link.watched = True
+        elif peer_id not in self._dialling:
+            self._dialling.add(peer_id)
+            self._tasks.spawn(self._dial(peer_id, addresses))
+
+    async def _dial(self, peer_id: PeerId, addresses: tuple[str, ...]) -> None:
+        assert self._endpoint is not None
+        try:
+            link = await self._endpoint.connect(peer_id, addresses, DIAL_S)
+            link.watched = True
+        except (Unreachable, TimedOut) as error:
+            self._dialling.discard(peer_id)
+            self._lost(peer_id, f"cannot be reached: {error}")
+        finally:
+            self._dialling.discard(peer_id)
+
+    def _lost(self, peer_id: PeerId, reason: str) -> None:
+        self._queued.pop(peer_id, None)
+        self.table.link_lost(peer_id, reason, time.monotonic())
+        self._act()
+
+    def _needs(self, peer_id: PeerId) -> bool:
+        """Whether a session here stands next to that peer."""
+        return any(peer_id == hop.peer_id for session in self.table.sessions.values() for hop in session.route)
+
+    def _rtt_us(self, peer_id: PeerId) -> int:
+        link = self._link(peer_id)
+        return int(1e6 * link.rtt_s) if link is not None and link.rtt_s is not None else 0
+
+    def _admit(self, layers: int, positions: int) -> bool:
+        wanted = layers and positions * self.blocks.shape.position_bytes(layers)
+        return self.table.reclaim(lambda: self.budget.free_bytes >= wanted)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.table.tick(time.monotonic())
+            self._unwatch()
+            self._act()
+
+    def _unwatch(self) -> None:
+        """No heartbeats where no session is open."""
+        for link in self._links:
+            if link.watched and not self._needs(link.remote):
+                link.watched = False
+
+    # -- passes ----------------------------------------------------------------------------------------------
+
+    async def _compute(self) -> None:
+        """Pass after pass, each of all that is ready, on the compute thread."""
+        while True:
+            await self._ready.wait()
+            self._ready.clear()
+            while works := self._scheduler.next_pass():
+                ready = [work for work in works if self._make_room(work)]
+                if not ready:
+                    continue
+                begun = time.monotonic()
+                done, seconds = await self._thread.run(self._pass, ready)
+                self.passes += 1
+                self._learn(ready, begun, seconds)
+                self._finish(done, begun, seconds)
+
+    def _make_room(self, work: Work) -> bool:
+        """Claim memory for the positions to come, taking it from idle sessions if need be."""
+        seat = work.seat.store
+        assert isinstance(seat, SeatCache)
+        if self.budget.claim(seat, work.end):
+            return True
+        self.table.reclaim(lambda: self.budget.can_hold(seat, work.end))
+        if self.budget.claim(seat, work.end):
+            return True
+        self.table.failed(work, Problem("busy", "no room in the cache"), time.monotonic())
+        self._act()
+        return False
+
+    def _pass(self, works: list[Work]) -> tuple[list[_Done], float]:
+        """On the compute thread. A work with bad input is left out; all others run."""
+        done = [_Done(work) for work in works]
+        items: list[PassItem] = []
+        running: list[_Done] = []
+        for entry in done:
+            try:
+                rows = self._rows(entry.work)
+                if bool(torch.isfinite(rows).all()):
+                    assert isinstance(entry.work.seat.store, SeatCache)
+                    items.append(PassItem(entry.work.seat.store, rows))
+                    running.append(entry)
+                else:
+                    edge = (self.table.upstream_of(entry.work), self.me)
+                    entry.problem = Problem("nonfinite-input", "the input has values that are not finite", edge)
+            except ProtocolError as error:
+                entry.problem = Problem("bad-rows", str(error))
+        if not items:
+            return done, 0.0
+        try:
+            result = self._executor.run(items)
+        except (BadInput, Overloaded, RuntimeError) as error:  # torch says RuntimeError for all that it cannot do
+            log.exception("a pass failed")
+            for entry in running:
+                entry.problem = Problem("failed", f"the pass failed: {error}")
+            return done, 0.0
+        for entry, finite in zip(running, result.finite, strict=True):
+            if not finite:
+                entry.work.seat.store.truncate(entry.work.start)
+                entry.problem = Problem("nonfinite-output", "the output has values that are not finite")
+        return done, result.seconds
+
+    def _rows(self, work: Work) -> torch.Tensor:
+        rows = work.frame.rows
+        if not isinstance(rows, torch.Tensor):
+            rows = decode_rows(rows, Codec(work.frame.codec), self.blocks.shape.hidden)
+        if rows.shape[0] != work.frame.end - work.frame.start:
+            raise ProtocolError(f"{rows.shape[0]} rows for {work.frame.end - work.frame.start} positions")
+        return rows[work.skip :].to(self.blocks.shape.dtype)
+
+    def _finish(self, done: list[_Done], begun: float, seconds: float) -> None:
+        now = time.monotonic()
+        for entry in done:
+            work = entry.work
+            if entry.problem is None:
+                queue_us = int(1e6 * max(0.0, begun - work.arrived))
+                self.table.computed(work, HopTiming(queue_us, int(1e6 * seconds)), now)
+            else:
+                log.warning("session %s: %s", work.seat.session.id.hex()[:8], entry.problem.message)
+                self.table.failed(work, entry.problem, now)
+            self._act()
+
+    def _learn(self, works: list[Work], begun: float, seconds: float) -> None:
+        for work in works:
+            self.load.waited(max(0.0, begun - work.arrived))
+        tokens = sum(work.end - work.start for work in works)
+        blocks = max(work.seat.exit - work.seat.entry for work in works)
+        if tokens == 1:
+            self.load.decoded(seconds / blocks)
+        elif len(works) == 1 and tokens >= 16:
+            self.load.prefilled(seconds / blocks / tokens)

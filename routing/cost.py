@@ -1,0 +1,195 @@
+"""What links and peers cost, in seconds: measured first, then claimed or estimated, then a default.
+
+Owns the running means of all measurements. Does not know routes, requests or the clock: durations are
+arguments, and `advance(now)` moves the holder's own idea of now. A measurement fades with age towards what
+would be believed without it; otherwise a peer that was slow once, and is avoided since, would stay slow in
+our books for ever.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from routing.errors import BadInput
+from routing.types import PeerId, PeerRecord
+
+CLIENT: PeerId = "client"
+"""Stands for the client at both ends of a chain. Not a possible peer id: base58 has no `l`."""
+
+LONGEST_S = 3600.0
+"""No single term is believed to be longer: one absurd claim must not drown the other terms of a sum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostSettings:
+    """Defaults where nothing is known (seconds, bytes a second), and how fast measurements move and fade."""
+
+    link_s: float = 0.05  # one way
+    decode_s: float = 0.005  # one token, one block
+    prefill_s: float = 0.0002  # one token of a chunk, one block
+    bandwidth: float = 12.5e6  # bytes a second, 100 Mbit/s
+    weight: float = 0.25  # of a new measurement in the running mean
+    link_half_life_s: float = 300.0
+    compute_half_life_s: float = 120.0
+    queue_half_life_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight <= 1:
+            raise BadInput(f"weight must be in (0, 1], not {self.weight}")
+        for name in ("bandwidth", "link_half_life_s", "compute_half_life_s", "queue_half_life_s"):
+            if not getattr(self, name) > 0:
+                raise BadInput(f"{name} must be above 0, not {getattr(self, name)}")
+
+
+class Mean:
+    """Exponentially weighted running mean whose confidence halves every `half_life_s`."""
+
+    __slots__ = ("at", "half_life_s", "value", "weight")
+
+    def __init__(self, weight: float, half_life_s: float):
+        self.weight = weight
+        self.half_life_s = half_life_s
+        self.value = 0.0
+        self.at = -math.inf  # never measured: no confidence at all
+
+    def add(self, value: float, now: float) -> None:
+        kept = (1 - self.weight) * self.confidence(now)
+        self.value = kept * self.value + (1 - kept) * value
+        self.at = now
+
+    def confidence(self, now: float) -> float:
+        return 1.0 if now <= self.at else 0.5 ** ((now - self.at) / self.half_life_s)
+
+    def blend(self, prior: float, now: float) -> float:
+        """The mean while fresh, `prior` when long ago, in between in between."""
+        if now <= self.at:
+            return self.value
+        confidence = self.confidence(now)
+        return confidence * self.value + (1 - confidence) * prior
+
+
+class Costs:
+    """Running means of what was measured. All times in seconds. Mutable; does no I/O and reads no clock.
+
+    A measurement or a claim that is not a number, or is negative, counts as not given: both may come from
+    peers.
+    """
+
+    def __init__(self, settings: CostSettings | None = None):
+        self.settings = settings or CostSettings()
+        self.now = 0.0
+        self._rtt: dict[PeerId, dict[PeerId, Mean]] = {}  # both directions share one Mean
+        self._bandwidth: dict[tuple[PeerId, PeerId], Mean] = {}
+        self._decode: dict[PeerId, Mean] = {}
+        self._prefill: dict[PeerId, Mean] = {}
+        self._queue: dict[PeerId, Mean] = {}
+
+    def advance(self, now: float) -> None:
+        """It is `now` (any clock that only goes forward, the same one always). Older measurements fade."""
+        self.now = max(self.now, now)
+
+    def observe_rtt(self, a: PeerId, b: PeerId, rtt_s: float) -> None:
+        """A round trip between two ends (peers, or `CLIENT`) was measured."""
+        if a != b and _sane(rtt_s) is not None:
+            mean = self._rtt.get(a, {}).get(b) or self._mean(self.settings.link_half_life_s)
+            self._rtt.setdefault(a, {})[b] = self._rtt.setdefault(b, {})[a] = mean
+            mean.add(min(rtt_s, LONGEST_S), self.now)
+
+    def observe_bandwidth(self, a: PeerId, b: PeerId, bytes_per_s: float) -> None:
+        """Bytes a second from `a` to `b` (not the other way: uplinks are the narrow side)."""
+        if math.isfinite(bytes_per_s) and bytes_per_s > 0:
+            mean = self._bandwidth.setdefault((a, b), self._mean(self.settings.link_half_life_s))
+            mean.add(bytes_per_s, self.now)
+
+    def observe_decode(self, peer: PeerId, per_block_s: float) -> None:
+        """One token took `per_block_s` through each block."""
+        self._observe(self._decode, peer, per_block_s, self.settings.compute_half_life_s)
+
+    def observe_prefill(self, peer: PeerId, per_token_block_s: float) -> None:
+        """Each token of a chunk took `per_token_block_s` through each block."""
+        self._observe(self._prefill, peer, per_token_block_s, self.settings.compute_half_life_s)
+
+    def observe_queue(self, peer: PeerId, s: float) -> None:
+        """A step waited `s` before its pass began."""
+        self._observe(self._queue, peer, s, self.settings.queue_half_life_s)
+
+    def forget(self, peer: PeerId) -> None:
+        """Drop all that was measured of a peer that is gone for good."""
+        for other in self._rtt.pop(peer, {}):
+            self._rtt[other].pop(peer, None)
+        for pair in [pair for pair in self._bandwidth if peer in pair]:
+            del self._bandwidth[pair]
+        for means in (self._decode, self._prefill, self._queue):
+            means.pop(peer, None)
+
+    def link_s(self, a: PeerId, b: PeerId) -> float:
+        """One way between two ends: half of the measured round trip, else an estimate, else the default.
+
+        The estimate for two peers that the client has measured is the middle of what the triangle inequality
+        allows, [|x - y|, x + y] for one-way times x and y to the client: the greater of the two.
+        """
+        if a == b:
+            return 0.0
+        mean = self._rtt.get(a, {}).get(b)
+        if mean is not None and self.now <= mean.at:
+            return mean.value / 2
+        prior = self.settings.link_s
+        if a != CLIENT and b != CLIENT:
+            to_client = self._rtt.get(CLIENT, {})
+            if a in to_client and b in to_client:
+                prior = max(self.link_s(CLIENT, a), self.link_s(CLIENT, b))
+        return prior if mean is None else mean.blend(2 * prior, self.now) / 2
+
+    def least_link_s(self, b: PeerId) -> float:
+        """A lower bound of `link_s(a, b)` over every other peer `a`: lets a search stop looking early."""
+        measured = self._rtt.get(b, {})
+        default = self.settings.link_s
+        prior = min(default, self.link_s(CLIENT, b)) if CLIENT in measured else default
+        means = [mean for end, mean in measured.items() if end != CLIENT]
+        shortest = min((mean.value for mean in means), default=math.inf) / 2
+        if shortest >= prior:
+            return prior
+        # A short measured link grows towards the estimate as it fades: none has faded less than the newest.
+        newest = max(means, key=lambda mean: mean.at)
+        return newest.confidence(self.now) * shortest + (1 - newest.confidence(self.now)) * prior
+
+    def transfer_s(self, a: PeerId, b: PeerId, nbytes: int) -> float:
+        """How much longer than an empty frame `nbytes` take from `a` to `b`."""
+        if nbytes <= 0 or a == b:
+            return 0.0
+        mean = self._bandwidth.get((a, b))
+        rate = self.settings.bandwidth if mean is None else mean.blend(self.settings.bandwidth, self.now)
+        return min(nbytes / rate, LONGEST_S)
+
+    def queue_s(self, record: PeerRecord) -> float:
+        """How long a step waits at a peer: measured, else claimed."""
+        claimed = _sane(record.queue_s) or 0.0
+        return self._known(self._queue, record.peer_id, claimed)
+
+    def block_s(self, record: PeerRecord, tokens: int) -> float:
+        """Time of `tokens` tokens through one block of a peer: measured, else claimed, else the default.
+
+        One token is a decode step; more are a prefill chunk, of which each token costs the same.
+        """
+        if tokens == 1:
+            return self._known(self._decode, record.peer_id, _sane(record.decode_s) or self.settings.decode_s)
+        claimed = _sane(record.prefill_s) or self.settings.prefill_s
+        return min(tokens * self._known(self._prefill, record.peer_id, claimed), LONGEST_S)
+
+    def _mean(self, half_life_s: float) -> Mean:
+        return Mean(self.settings.weight, half_life_s)
+
+    def _observe(self, means: dict[PeerId, Mean], peer: PeerId, value: float, half_life_s: float) -> None:
+        sane = _sane(value)
+        if sane is not None:
+            means.setdefault(peer, self._mean(half_life_s)).add(sane, self.now)
+
+    def _known(self, means: dict[PeerId, Mean], peer: PeerId, prior: float) -> float:
+        mean = means.get(peer)
+        return prior if mean is None else mean.blend(prior, self.now)
+
+
+def _sane(seconds: float) -> float | None:
+    """`seconds` if it is a duration, cut at `LONGEST_S`; else None."""
+    return min(seconds, LONGEST_S) if math.isfinite(seconds) and seconds >= 0 else None

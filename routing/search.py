@@ -1,0 +1,146 @@
+"""The shortest path of the planner, on plain numbers: peers are 0, 1, ..., costs are floats.
+
+Owns the algorithm and its counting. Does not know records, requests, links' sources, or what a cost means.
+
+After a block the path stands on the peer that ran it. It runs the next block there too, or moves: the link to
+another peer, and that peer's toll, once a stay. Exact for any non-negative links, also where a detour is
+shorter than the direct way. Dynamic programming over blocks, kept small by three facts:
+- the cost between a pair does not depend on the block: each is asked for at most once, and only if needed;
+- a move is tried from the cheapest standing place on, until even the shortest link into the peer would lose;
+- with that shortest link in place of the true one, what is still to come is a sum backwards over the blocks,
+  alike for all who move; it bounds the rest of every path from below (the A* idea of Hart, Nilsson and
+  Raphael, 1968), so that all are dropped that cannot beat the better of two chains found by going ahead
+  greedily.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(kw_only=True)
+class Search:
+    """A problem and its solution. `servers[block]` are the peers that may run it, ascending, at least one."""
+
+    servers: Sequence[Sequence[int]]
+    block_cost: Sequence[float]  # per peer: one block
+    toll: Sequence[float]  # per peer: each time the path comes to it
+    enter: Sequence[float]  # per peer: from the start
+    leave: Sequence[float]  # per peer: to the end
+    shortest: Sequence[float]  # per peer: no link into it is shorter
+    link: Callable[[int, int], float]
+    relaxations: int = 0  # moves looked at
+    _into: list[list[float | None]] = field(default_factory=list)  # links by target, source; None: not asked
+
+    def __post_init__(self) -> None:
+        self._into = [[None] * len(self.toll) for _ in self.toll]
+
+    def run(self) -> list[int]:
+        """The peer for each block. Of equal paths: stay rather than move, then the smaller number before."""
+        to_go = self._to_go(self.shortest)  # no more than it will truly be
+        usually_to_go = self._to_go(self._usual())
+        chain_cost = min(self._one_good_chain(to_go), self._one_good_chain(usually_to_go))
+        # Room for rounding: the bound and the path's own cost are summed in another order.
+        limit = chain_cost + 1e-9 + 1e-12 * chain_cost
+        at: dict[int, float] = {}
+        for peer in self.servers[0]:
+            cost = self.enter[peer] + self.toll[peer] + self.block_cost[peer]
+            if cost + to_go[0][peer] <= limit:
+                at[peer] = cost
+        came_from: list[dict[int, int]] = [{}]
+        for block in range(1, len(self.servers)):
+            at, sources = self._advance(block, at, to_go[block], limit)
+            came_from.append(sources)
+        assert at, "the chain that gave the limit is itself within it"
+        path = [min(at, key=lambda peer: (at[peer] + self.leave[peer], peer))]
+        for sources in reversed(came_from[1:]):
+            path.append(sources[path[-1]])
+        return path[::-1]
+
+    def _advance(
+        self, block: int, at: Mapping[int, float], to_go: Mapping[int, float], limit: float
+    ) -> tuple[dict[int, float], dict[int, int]]:
+        """Run `block`: for each peer worth it, the least cost of having done so, and who ran the one
+        before."""
+        standing = sorted((cost, peer) for peer, cost in at.items())
+        after: dict[int, float] = {}
+        sources: dict[int, int] = {}
+        for peer in self.servers[block]:
+            stay = at.get(peer, math.inf)
+            toll, shortest, cost_here = self.toll[peer], self.shortest[peer], self.block_cost[peer]
+            # What a move may cost before the toll: less than staying, and no more than the limit leaves.
+            allowed = limit - to_go[peer] - cost_here
+            best, source, tried = min(stay, allowed) - toll, -1, 0
+            into = self._into[peer]
+            for cost, other in standing:
+                if cost + shortest >= best:
+                    break
+                tried += 1
+                link = into[other]
+                if link is None:
+                    if other == peer:  # to come to it again pays another toll: never below staying
+                        continue
+                    link = into[other] = self.link(other, peer)
+                if cost + link < best:
+                    best, source = cost + link, other
+            self.relaxations += tried
+            if source >= 0:
+                after[peer], sources[peer] = best + toll + cost_here, source
+            elif stay <= allowed:
+                after[peer], sources[peer] = stay + cost_here, peer
+        return after, sources
+
+    def _usual(self) -> list[float]:
+        """Per peer: what a link into it tends to cost, the middle of a few. A guess, and no bound."""
+        peers = range(len(self.toll))
+        usual = []
+        for peer in peers:
+            some = sorted(
+                self._link(other, peer) for other in peers[:: max(1, len(peers) // 5)] if other != peer
+            )
+            usual.append(some[len(some) // 2] if some else 0.0)
+        return usual
+
+    def _to_go(self, link_into: Sequence[float]) -> list[dict[int, float]]:
+        """For each block and each of its servers: the cost of all after running it there, if links cost
+        that."""
+        last = len(self.servers) - 1
+        result: list[dict[int, float]] = [{} for _ in self.servers]
+        result[last] = {peer: self.leave[peer] for peer in self.servers[last]}
+        for block in range(last, 0, -1):
+            after = result[block]
+            run = {peer: self.block_cost[peer] + rest for peer, rest in after.items()}
+            move = min(link_into[peer] + self.toll[peer] + cost for peer, cost in run.items())
+            result[block - 1] = {peer: min(run.get(peer, move), move) for peer in self.servers[block - 1]}
+        return result
+
+    def _one_good_chain(self, to_go: list[dict[int, float]]) -> float:
+        """The cost of the chain that takes, block by block, what looks best if the rest costs `to_go`."""
+        cost, place, best = 0.0, -1, math.inf
+        for peer in self.servers[0]:
+            here = self.enter[peer] + self.toll[peer] + self.block_cost[peer]
+            if here + to_go[0][peer] < best:
+                cost, place, best = here, peer, here + to_go[0][peer]
+        for block in range(1, len(self.servers)):
+            rest = to_go[block]
+            step, target = math.inf, -1
+            if place in rest:
+                step, target = self.block_cost[place], place
+            best = step + rest.get(place, 0.0)
+            for peer in self.servers[block]:
+                run = self.toll[peer] + self.block_cost[peer]
+                if peer != place and self.shortest[peer] + run + rest[peer] < best:
+                    run += self._link(place, peer)
+                    if run + rest[peer] < best:
+                        step, target, best = run, peer, run + rest[peer]
+            cost, place = cost + step, target
+        return cost + self.leave[place]
+
+    def _link(self, a: int, b: int) -> float:
+        self.relaxations += 1
+        link = self._into[b][a]
+        if link is None:
+            link = self._into[b][a] = self.link(a, b)
+        return link

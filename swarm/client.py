@@ -1,0 +1,345 @@
+"""What a client process holds of a swarm: its links, its view, its measurements, and the model's two ends.
+
+Owns every connection of the client and the sessions that run over them. Opening measures the swarm; afterwards the
+view is renewed in the background, never on the path of a token. One sequence's life is in `session.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from routing.cost import CLIENT, Costs
+from routing.errors import DaemonFailed, SwarmError, TimedOut, Unreachable, WrongModel
+from routing.health import Health
+from routing.planner import Plan, Request, plan
+from routing.types import PeerId, PeerRecord, PeerState
+from routing.view import Expired, RecordSeen, View, apply
+from swarm import manifest as manifests
+from swarm.checkpoint import Checkpoint
+from swarm.codec import encode_rows
+from swarm.compute import ComputeThread
+from swarm.discovery import Directory
+from swarm.families import Family, text_config
+from swarm.frames import Codec, Frame
+from swarm.head import Head
+from swarm.hive import Hive
+from swarm.identity import Identity
+from swarm.joincode import JoinCode
+from swarm.link import Heartbeat, Link
+from swarm.paths import client_key
+from swarm.records import RecordPolicy
+from swarm.scorer import BatchingScorer
+from swarm.session import Session, SessionConfig, StepTrace
+from swarm.tasks import Tasks
+from swarm.transport import Endpoint
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest"
+TICK_S = 0.25
+PROBES_AT_ONCE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientConfig:
+    """How a client joins. Times in seconds."""
+
+    dtype: torch.dtype = torch.float32
+    threads: int | None = None  # cores for the model's head; None: torch's own choice
+    direct: bool = True  # False: only streams through the swarm's own network
+    identity_path: Path | None = None  # None: the user's own, made at first use
+    join_timeout_s: float = 30.0
+    refresh_s: float = 5.0
+    most_probes: int = 64
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+
+
+class SwarmClient:
+    """Everything but the text: open it, ask for sessions, close it."""
+
+    def __init__(self, checkpoint: Checkpoint, family: Family, join: JoinCode, config: ClientConfig):
+        self.checkpoint, self.family, self.join, self.config = checkpoint, family, join, config
+        self.n_blocks = family.n_blocks(text_config(checkpoint.config))
+        self.view = View({}, self.n_blocks)
+        self.costs = Costs()
+        self.health = Health()
+        self.busy_until: dict[PeerId, float] = {}
+        self.sessions: dict[bytes, Session] = {}
+        self.links_lost: list[tuple[float, PeerId, str]] = []
+        self.head: Head
+        self.scorer: BatchingScorer
+        self.hive: Hive
+        self.name_secret = b""
+        self._endpoint: Endpoint
+        self._directory: Directory
+        self._tasks = Tasks()
+        self._stack = AsyncExitStack()
+
+    # -- life ------------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Join the swarm, check that it serves this model, load the model's ends, measure the peers.
+
+        Raises JoinError and its kin, ModelError, DaemonFailed; nothing stays behind then.
+        """
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._tasks.close)
+            await self._open(stack)
+            self._stack = stack.pop_all()
+
+    async def _open(self, stack: AsyncExitStack) -> None:
+        config = self.config
+        identity = await asyncio.to_thread(Identity.load_or_create, config.identity_path or client_key())
+        self.name_secret = identity.secret(b"names")
+        thread = await stack.enter_async_context(ComputeThread(threads=config.threads, name="head"))
+        starting = self._tasks.spawn(self._start_hive())
+        self.head = await thread.run(Head.load, self.checkpoint, self.family, config.dtype)
+        self.scorer = BatchingScorer(self.head, thread, self._tasks)
+        self.hive = await starting
+        stack.push_async_callback(self.hive.close)
+        await self._check_model()
+        self._directory = Directory(self.hive, identity, self.join.fingerprint, self.n_blocks)
+        self._endpoint = await stack.enter_async_context(
+            Endpoint(
+                identity=identity,
+                role="client",
+                handler=self,
+                heartbeat=config.heartbeat,
+                streams=self.hive,
+                direct=config.direct,
+            )
+        )
+        await self.refresh()
+        await self.probe()
+        self._tasks.spawn(self._keep_fresh())
+        self._tasks.spawn(self._tick())
+
+    async def _start_hive(self) -> Hive:
+        # A client's libp2p identity is made anew for each process: several may run under one client identity.
+        return await Hive.start(
+            identity=Identity.generate(),
+            bootstrap=self.join.bootstrap,
+            host=_listen_host(self.join.bootstrap),
+            record_policy=RecordPolicy(self.join.fingerprint),
+            client=True,
+        )
+
+    async def _check_model(self) -> None:
+        manifest = await fetch_manifest(self.hive, self.join, self.config.join_timeout_s)
+        names = self.family.client_tensors(text_config(self.checkpoint.config), self.checkpoint.tensor_names())
+        await asyncio.to_thread(manifests.check, self.checkpoint, tuple(names.values()), manifest)
+
+    async def close(self) -> None:
+        """Closes its sessions (their peers free them), its links and its node."""
+        for session in list(self.sessions.values()):
+            await session.close()
+        await self._stack.aclose()
+
+    # -- the view --------------------------------------------------------------------------------------------
+
+    async def refresh(self) -> None:
+        """Read the directory once. Raises TimedOut, DaemonFailed."""
+        records = await self._directory.refresh()
+        view = apply(self.view, Expired(self.hive.dht_time()))
+        for record in records:
+            view = apply(view, RecordSeen(record))
+        self.view = view
+
+    async def look_again(self) -> None:
+        """Read the directory because a route is wanted and none was found."""
+        try:
+            await self.refresh()
+        except (TimedOut, DaemonFailed) as error:
+            log.info("the directory cannot be read now: %s", error)
+        await asyncio.sleep(0.2)
+
+    async def _keep_fresh(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.refresh_s)
+            try:
+                await self.refresh()
+                await self.probe()
+            except (TimedOut, DaemonFailed) as error:
+                # Sessions that run need no directory; it is read again soon.
+                log.info("the directory cannot be read now: %s", error)
+
+    def records(self) -> list[PeerRecord]:
+        """What serves now, by peer id."""
+        return list(self.view.alive(self.hive.dht_time(), PeerState.SERVING, PeerState.DRAINING, PeerState.JOINING))
+
+    def addresses(self, peer_id: PeerId) -> tuple[str, ...]:
+        record = self.view.records.get(peer_id)
+        return record.addresses if record is not None else ()
+
+    def plan(self, request: Request, *, without: frozenset[PeerId] = frozenset()) -> Plan:
+        """The cheapest route now. Raises NoRoute."""
+        self.costs.advance(time.monotonic())
+        view = self.view
+        if without:
+            view = View({peer: r for peer, r in view.records.items() if peer not in without}, self.n_blocks)
+        return plan(view, self.costs, request, self.hive.dht_time())
+
+    def learn(self, trace: StepTrace) -> None:
+        """Every step brings its own timing."""
+        self.costs.advance(trace.at_s + trace.total_s)
+        for index, hop in enumerate(trace.hops):
+            peer_id, blocks = hop.hop.peer_id, hop.hop.exit - hop.hop.entry
+            if trace.tokens == 1 and hop.compute_s > 0:
+                self.costs.observe_decode(peer_id, hop.compute_s / blocks)
+            self.costs.observe_queue(peer_id, hop.queue_s)
+            if 0 < index < len(trace.hops) - 1 and hop.network_s > 0:
+                self.costs.observe_rtt(trace.hops[index - 1].hop.peer_id, peer_id, 2 * hop.network_s)
+
+    # -- links -----------------------------------------------------------------------------------------------
+
+    async def probe(self) -> None:
+        """Dial the peers that are not linked yet, and note the round trips. Links stay: they serve failovers."""
+        serving = [record.peer_id for record in self.records() if record.state is PeerState.SERVING]
+        limit = asyncio.Semaphore(PROBES_AT_ONCE)
+
+        async def measure(peer_id: PeerId) -> None:
+            async with limit:
+                link = self.link(peer_id)
+                try:
+                    if link is None:
+                        link = await self._dial(peer_id, 3.0)
+                    self.costs.observe_rtt(CLIENT, peer_id, await link.ping(3.0))
+                except (TimedOut, Unreachable) as error:
+                    self.health.failed(peer_id, time.monotonic())
+                    log.info("%s cannot be reached: %s", peer_id, error)
+
+        self.costs.advance(time.monotonic())
+        await asyncio.gather(*(measure(peer_id) for peer_id in serving[: self.config.most_probes]))
+
+    async def _dial(self, peer_id: PeerId, timeout_s: float) -> Link:
+        return await self._endpoint.connect(peer_id, self.addresses(peer_id), timeout_s)
+
+    async def connect(self, peers: Iterable[PeerId], timeout_s: float) -> frozenset[PeerId]:
+        """Make sure of a link to each; returns those that could not be reached."""
+
+        async def reach(peer_id: PeerId) -> PeerId | None:
+            if self.link(peer_id) is not None:
+                return None
+            try:
+                await self._dial(peer_id, timeout_s)
+            except (TimedOut, Unreachable) as error:
+                self.health.failed(peer_id, time.monotonic())
+                log.info("%s cannot be reached: %s", peer_id, error)
+                return peer_id
+            return None
+
+        answers = await asyncio.gather(*(reach(peer_id) for peer_id in peers))
+        return frozenset(peer_id for peer_id in answers if peer_id is not None)
+
+    async def silent_of(self, peers: Iterable[PeerId], timeout_s: float) -> frozenset[PeerId]:
+        """Which of these do not answer us now."""
+
+        async def ask(peer_id: PeerId) -> PeerId | None:
+            link = self.link(peer_id)
+            try:
+                if link is None:
+                    return peer_id
+                await link.ping(timeout_s)
+            except TimedOut:
+                return peer_id
+            return None
+
+        answers = await asyncio.gather(*(ask(peer_id) for peer_id in peers))
+        return frozenset(peer_id for peer_id in answers if peer_id is not None)
+
+    def link(self, peer_id: PeerId) -> Link | None:
+        link = self._endpoint.link(peer_id)
+        return None if link is None or link.closed else link
+
+    def watch(self, peers: Iterable[PeerId]) -> None:
+        """Heartbeats on: sessions depend on these."""
+        for peer_id in peers:
+            if link := self.link(peer_id):
+                link.watched = True
+
+    # -- LinkHandler -----------------------------------------------------------------------------------------
+
+    def link_opened(self, link: Link) -> None:
+        pass
+
+    def frame_received(self, link: Link, frame: Frame) -> None:
+        session = self.sessions.get(frame.session)
+        if session is not None:
+            session.frame_received(frame, link.remote)
+
+    def link_lost(self, link: Link, reason: str) -> None:
+        log.info("lost %s: %s", link.remote, reason)
+        self.links_lost.append((time.monotonic(), link.remote, reason))
+        self.health.failed(link.remote, time.monotonic())
+        for session in list(self.sessions.values()):
+            session.link_lost(link.remote, reason)
+
+    # -- sessions --------------------------------------------------------------------------------------------
+
+    def session(self, config: SessionConfig) -> Session:
+        session = Session(self, config)
+        self.sessions[session.id] = session
+        return session
+
+    def forget(self, session: Session) -> None:
+        self.sessions.pop(session.id, None)
+        used = {peer for other in self.sessions.values() if other.route for peer in other.route.peers}
+        for peer_id in session.driver.peers_ever - used:
+            if link := self.link(peer_id):
+                link.watched = False
+
+    def spawn(self, work) -> asyncio.Task[None]:
+        return self._tasks.spawn(work)
+
+    def embed(self, token_ids: Sequence[int], start: int, codec: Codec) -> memoryview:
+        """Rows for positions `[start, start + len(token_ids))` as they go on the wire."""
+        ids = torch.tensor(token_ids, dtype=torch.int64)
+        positions = torch.arange(start, start + len(token_ids))
+        return encode_rows(self.head.embed(ids, positions), codec)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            for session in list(self.sessions.values()):
+                session.tick(now)
+
+
+async def fetch_manifest(hive: Hive, join: JoinCode, timeout_s: float) -> manifests.Manifest:
+    """The swarm's manifest from any peer that the join code names, checked against the fingerprint.
+
+    Raises Unreachable, WrongModel.
+    """
+    problem: SwarmError = Unreachable("the join code names no peer")
+    for address in join.bootstrap:
+        peer_id = address.rsplit("/p2p/", 1)[1]
+        try:
+            data = await hive.fetch_blob(peer_id, MANIFEST, timeout_s, manifests.MANIFEST_LIMIT)
+            manifest = manifests.from_bytes(data)
+        except SwarmError as error:
+            problem = error
+            continue
+        if manifests.fingerprint(manifest) == join.fingerprint:
+            return manifest
+        problem = WrongModel(f"{peer_id} serves another model than the join code names")
+    raise problem
+
+
+def _listen_host(bootstrap: Sequence[str]) -> str:
+    """Loopback only where the swarm is on this machine; else any address, of the family that the swarm uses."""
+    hosts = [ipaddress.ip_address(a.split("/")[2]) for a in bootstrap if a.split("/")[1] in ("ip4", "ip6")]
+    if not hosts:
+        return "0.0.0.0"
+    version = 6 if all(host.version == 6 for host in hosts) else 4
+    if all(host.is_loopback for host in hosts):
+        return "::1" if version == 6 else "127.0.0.1"
+    return "::" if version == 6 else "0.0.0.0"

@@ -1,0 +1,161 @@
+"""Who serves what: a peer announces its record under each block of its span, all read all blocks at once.
+
+Owns the keys of a swarm in the DHT, the sequence numbers of one's own records, and which of a peer's records
+counts. Does not know how the DHT works, and decides nothing about routes. Renewal is the caller's: a record
+lives for `lifetime_s`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from routing.errors import BadInput, ProtocolError, Unreachable
+from routing.types import PeerId, PeerRecord, PeerState, Span
+from swarm.hive import Entry, Hive
+from swarm.identity import Identity
+from swarm.records import RecordPolicy, block_key, encode_record
+
+LIFETIME_S = 60.0
+TIMEOUT_S = 10.0
+
+
+class Sequences:
+    """The sequence numbers of one identity's records: never the same twice, never going back.
+
+    The greater of the last one plus one and the clock in milliseconds. The last one is kept in a small file
+    beside the identity, so that it grows over restarts even when the clock was set back; without a file, in
+    memory.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None):
+        self._path = None if path is None else Path(path)
+        self._last = self._read()
+
+    @classmethod
+    def beside(cls, identity_path: str | os.PathLike[str]) -> Sequences:
+        path = Path(identity_path)
+        return cls(path.with_name(path.name + ".sequence"))
+
+    def next(self, now: float) -> int:
+        """The number for a record made at `now` (seconds). Raises BadInput if the file cannot be written."""
+        # Another process of the same identity may have written since.
+        self._last = max(self._last + 1, self._read() + 1, int(now * 1000))
+        if self._path is not None:
+            draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                draft.write_text(f"{self._last}\n")
+                os.replace(draft, self._path)
+            except OSError as error:
+                raise BadInput(f"cannot write {self._path}: {error.strerror}") from error
+        return self._last
+
+    def _read(self) -> int:
+        if self._path is None:
+            return 0
+        try:
+            text = self._path.read_text().strip()
+        except FileNotFoundError:
+            return 0
+        except OSError as error:
+            raise BadInput(f"cannot read {self._path}: {error.strerror}") from error
+        # A file cut by a crash is as good as none: the clock is ahead of it.
+        return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else 0
+
+
+class Directory:
+    """The peers of one swarm, as they announce themselves in the DHT."""
+
+    def __init__(
+        self,
+        hive: Hive,
+        identity: Identity,
+        swarm_id: bytes,
+        n_blocks: int,
+        *,
+        sequences: Sequences | None = None,
+        lifetime_s: float = LIFETIME_S,
+        timeout_s: float = TIMEOUT_S,
+    ):
+        policy = hive.record_policy
+        if policy.swarm_id != swarm_id:
+            raise BadInput("the hive keeps the records of another swarm")
+        if block_key(swarm_id, n_blocks - 1) not in policy:
+            raise BadInput(f"a model of {n_blocks} blocks has more than this swarm can announce")
+        self._hive = hive
+        self._identity = identity
+        self._swarm_id = swarm_id
+        self._n_blocks = n_blocks
+        self._policy: RecordPolicy = policy
+        self._sequences = sequences or Sequences()
+        self._lifetime_s = lifetime_s
+        self._timeout_s = timeout_s
+        self._announced: dict[str, float] = {}  # key -> expiry of what this peer last stored there
+        self._last: PeerRecord | None = None
+
+    async def announce(self, record: PeerRecord) -> PeerRecord:
+        """Store `record` under each block of its span; returns it as stored, with sequence number and expiry.
+
+        Both are set here. Call it again before `lifetime_s` has passed. Raises BadInput, Unreachable if no
+        node took it, TimedOut, DaemonFailed.
+        """
+        if record.span.end > self._n_blocks:
+            raise BadInput(f"blocks {record.span} are not all within a model of {self._n_blocks} blocks")
+        return await self._store(record)
+
+    async def leave(self) -> None:
+        """Tell the swarm that this peer is going: its last record again, LEAVING. Raises like `announce`."""
+        if self._last is not None:
+            await self._store(replace(self._last, state=PeerState.LEAVING))
+            self._last = None
+
+    async def refresh(self) -> list[PeerRecord]:
+        """The newest verified record of each peer, those that leave included, by peer id; none has expired.
+
+        Raises TimedOut, DaemonFailed.
+        """
+        found = await self._hive.fetch(self._keys(Span(0, self._n_blocks)), self._timeout_s)
+        now = self._hive.dht_time()
+        newest: dict[PeerId, PeerRecord] = {}
+        for key, entries in found.items():
+            for subkey, data in entries.items():
+                try:
+                    record = self._policy.check(key, subkey, data, now)
+                except ProtocolError:
+                    continue  # forged, stale or expired: as if it were not there
+                known = newest.get(subkey)
+                if record.span.end <= self._n_blocks and (known is None or record.sequence > known.sequence):
+                    newest[subkey] = record
+        return [newest[peer_id] for peer_id in sorted(newest)]
+
+    def _keys(self, span: Span) -> list[str]:
+        return [block_key(self._swarm_id, block) for block in range(span.start, span.end)]
+
+    async def _store(self, record: PeerRecord) -> PeerRecord:
+        keys = self._keys(record.span)
+        now = self._hive.dht_time()
+        # hivemind keeps the entry that expires last: a later record must never expire earlier.
+        expires_at = max([now + self._lifetime_s, *(self._announced.get(key, 0.0) + 1e-3 for key in keys)])
+        record = replace(
+            record,
+            peer_id=self._identity.peer_id,
+            sequence=self._sequences.next(now),
+            expires_at=expires_at,
+        )
+        entries = [
+            Entry(
+                key=key,
+                subkey=record.peer_id,
+                value=encode_record(record, identity=self._identity, swarm_id=self._swarm_id, key=key),
+                expires_at=expires_at,
+            )
+            for key in keys
+        ]
+        if await self._hive.store(entries, self._timeout_s) == 0:
+            raise Unreachable(f"no node took the record of {record.peer_id}")
+        self._announced = {key: until for key, until in self._announced.items() if until > now}
+        self._announced.update(dict.fromkeys(keys, expires_at))
+        self._last = record
+        return record

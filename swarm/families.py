@@ -1,0 +1,301 @@
+"""Owns the allow-list of model families: how each stores its tensors, builds a block, and counts positions.
+
+A family is here only if a test proves it exact when packed (tests/peer/test_executor.py). Others may run
+through the same seam and be silently wrong, so whatever is not listed is refused by name before anything is
+loaded. Knows no attention, no cache and no network: `peer/` runs the blocks, `head.py` the embeddings and the
+head.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    apply_converters,
+    apply_renamings,
+    dot_natural_key,
+)
+
+from routing.errors import BadInput, DamagedWeights, UnsupportedFamily
+
+# Their frequencies depend on the position alone. "dynamic" and "longrope" depend on the length of the whole
+# sequence, which differs between the sessions of one pass.
+STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+
+LLAMA_ROOTS = ("model.", "")  # with the head, or saved from the base model alone
+GEMMA3_ROOTS = (
+    "model.",
+    "language_model.model.",
+    "model.language_model.",
+    "",
+)  # the text half of a multimodal model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One family of decoders. `config` is the text model's (`text_config`); names of tensors are the
+    checkpoint's.
+
+    `roots` are the prefixes under which checkpoints of this family store the decoder, the usual one first.
+    """
+
+    name: str  # the library's model_type
+    classes: str  # prefix of the library's class names
+    roots: tuple[str, ...] = LLAMA_ROOTS
+    layers: str = "layers"
+    block_class: str = "DecoderLayer"
+    embed: str = "embed_tokens.weight"
+    position_embed: str | None = None  # learned positions are the client's, added to the embeddings
+    norm: str = "norm"
+    norm_class: str | None = "RMSNorm"  # None: torch's own LayerNorm
+    rotary_class: str | None = "RotaryEmbedding"
+    rotary_per_layer_type: bool = False
+    grouped_heads: bool = True
+    scaled_embedding: bool = False
+
+    # Shapes
+
+    def n_blocks(self, config: PreTrainedConfig) -> int:
+        return text_config(config).num_hidden_layers
+
+    def head_shape(self, config: PreTrainedConfig) -> tuple[int, int]:
+        """(KV heads, width of a head), the same for every block of the families here."""
+        heads = config.num_attention_heads
+        width = (
+            getattr(config, "head_dim", None) if self.grouped_heads else None
+        ) or config.hidden_size // heads
+        return (config.num_key_value_heads if self.grouped_heads else heads), width
+
+    # Names in the checkpoint
+
+    def root(self, available: Collection[str]) -> str:
+        """The prefix under which this checkpoint stores the decoder. Raises DamagedWeights."""
+        for root in self.roots:
+            if root + self.embed in available:
+                return root
+        raise DamagedWeights(f"the checkpoint holds no {self.roots[0]}{self.embed}, which {self.name} needs")
+
+    def block_tensors(
+        self, config: PreTrainedConfig, index: int, available: Collection[str]
+    ) -> tuple[str, ...]:
+        """Names of the stored tensors that block `index` needs, sorted. Raises DamagedWeights if one is
+        missing.
+        """
+        config = text_config(config)
+        prefix = f"{self.root(available)}{self.layers}.{index}."
+        wanted = _parameter_names(self, config, index)
+        sources = {
+            name: self._target(name.removeprefix(prefix))[0] for name in available if name.startswith(prefix)
+        }
+        missing = wanted - set(sources.values())
+        if missing:
+            raise DamagedWeights(
+                f"the checkpoint lacks {prefix}{min(missing)} ({len(missing)} tensors of block {index})"
+            )
+        return tuple(sorted(name for name, target in sources.items() if target in wanted))
+
+    def client_tensors(self, config: PreTrainedConfig, available: Collection[str]) -> dict[str, str]:
+        """Role to stored name: "embed", "norm.weight", and where the family has them "norm.bias", "position",
+        "head".
+
+        A tied head has no entry: it is the embedding. Raises DamagedWeights if one is missing.
+        """
+        config = text_config(config)
+        root = self.root(available)
+        names = {"embed": root + self.embed, "norm.weight": f"{root}{self.norm}.weight"}
+        if self.norm_class is None:
+            names["norm.bias"] = f"{root}{self.norm}.bias"
+        if self.position_embed:
+            names["position"] = root + self.position_embed
+        if not config.tie_word_embeddings:
+            names["head"] = (
+                "language_model.lm_head.weight" if root == "language_model.model." else "lm_head.weight"
+            )
+        for name in names.values():
+            if name not in available:
+                raise DamagedWeights(f"the checkpoint lacks {name}")
+        return names
+
+    def assemble(
+        self, config: PreTrainedConfig, index: int, stored: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of one block as its module names and shapes them.
+
+        Most pass through. Experts, stored one by one, are fused as the library's own conversion mapping says;
+        the fused copy is the only one that stays.
+        """
+        names = sorted(stored, key=dot_natural_key)  # the order of the experts
+        plain: dict[str, torch.Tensor] = {}
+        fused: dict[str, WeightConverter] = {}
+        for name in names:
+            inside = name.split(f"{self.layers}.{index}.", 1)[1]
+            target, converter, pattern = self._target(inside)
+            if converter is None:
+                plain[target] = stored[name]
+            else:
+                mine = fused.setdefault(target, deepcopy(converter))
+                mine.collected_tensors[pattern].append(stored[name])
+        for target, converter in fused.items():
+            converted = converter.convert(target, config=config)
+            plain.update(
+                {key: value[0] if isinstance(value, list) else value for key, value in converted.items()}
+            )
+        return plain
+
+    def _target(self, inside: str) -> tuple[str, WeightConverter | None, str]:
+        """For a stored name within a block: the module's name, and what fuses it (with the pattern that
+        matched).
+        """
+        renamings, converters = _conversions(self.name)
+        if not renamings and not converters:
+            return inside, None, ""
+        # The patterns begin with a dot.
+        renamed, pattern = apply_converters(apply_renamings("." + inside, list(renamings)), list(converters))
+        owner = next((c for c in converters if pattern in c.source_patterns), None) if pattern else None
+        return renamed.removeprefix("."), owner, pattern or ""
+
+    # Modules
+
+    def build_block(self, config: PreTrainedConfig, index: int) -> torch.nn.Module:
+        """The library's decoder layer `index` on the meta device, in eval mode. `index` decides windows and
+        scales.
+        """
+        with torch.device("meta"):
+            return self._class(self.block_class)(config, index).eval()
+
+    def build_norm(self, config: PreTrainedConfig) -> torch.nn.Module:
+        """The final norm on the meta device."""
+        with torch.device("meta"):
+            if self.norm_class is None:
+                return torch.nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon).eval()
+            return self._class(self.norm_class)(config.hidden_size, eps=config.rms_norm_eps).eval()
+
+    def rotary(self, config: PreTrainedConfig) -> torch.nn.Module | None:
+        """The rotary module with its frequencies computed (they are never stored), or None."""
+        return self._class(self.rotary_class)(config) if self.rotary_class else None
+
+    def rotary_kind(self, config: PreTrainedConfig, index: int) -> str | None:
+        """Which rotary embedding block `index` takes: blocks with equal kinds share theirs. None: it takes
+        none.
+        """
+        if self.rotary_class is None:
+            return None
+        return config.layer_types[index] if self.rotary_per_layer_type else ""
+
+    def rotary_tables(
+        self, rotary: torch.nn.Module, kind: str, positions: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [N, width] for `positions` [N], by the library's own code."""
+        like = torch.empty(0, dtype=dtype, device=positions.device)
+        cos, sin = rotary(like, positions[None], kind) if kind else rotary(like, positions[None])
+        return cos[0], sin[0]
+
+    def embed_scale(self, config: PreTrainedConfig) -> float | None:
+        """What embeddings are multiplied with (gemma)."""
+        return config.hidden_size**0.5 if self.scaled_embedding else None
+
+    def _class(self, suffix: str) -> Any:
+        package = self.name.removesuffix("_text")
+        module = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
+        return getattr(module, self.classes + suffix)
+
+
+SUPPORTED: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family(name="llama", classes="Llama"),
+        Family(name="mistral", classes="Mistral"),
+        Family(name="qwen2", classes="Qwen2"),
+        Family(name="qwen3", classes="Qwen3"),
+        Family(name="mixtral", classes="Mixtral"),
+        Family(name="gemma2", classes="Gemma2", scaled_embedding=True),
+        Family(
+            name="gemma3_text",
+            classes="Gemma3",
+            roots=GEMMA3_ROOTS,
+            rotary_per_layer_type=True,
+            scaled_embedding=True,
+        ),
+        Family(
+            name="gpt2",
+            classes="GPT2",
+            roots=("transformer.", ""),
+            layers="h",
+            block_class="Block",
+            embed="wte.weight",
+            position_embed="wpe.weight",
+            norm="ln_f",
+            norm_class=None,
+            rotary_class=None,
+            grouped_heads=False,
+        ),
+    )
+}
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the text decoder: of a multimodal gemma3 its text half, else the configuration
+    itself.
+    """
+    return config.text_config if config.model_type == "gemma3" else config
+
+
+def family_of(config: PreTrainedConfig) -> Family:
+    """The family of a configuration. Raises UnsupportedFamily naming what is not supported, and what is."""
+    inner = text_config(config)
+    family = SUPPORTED.get(inner.model_type)
+    if family is None:
+        raise UnsupportedFamily(
+            f"the family {config.model_type!r} is not supported",
+            advice=f"Supported are: {', '.join(sorted(SUPPORTED))}.",
+        )
+    for problem in _unsupported_features(inner):
+        raise UnsupportedFamily(
+            f"this {family.name} model uses {problem}, which is not supported",
+            advice="Use a model of this family without it.",
+        )
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedFamily(
+            f"this {family.name} checkpoint is stored quantized, which is not supported",
+            advice="Use the unquantized checkpoint, or a GGUF file.",
+        )
+    return family
+
+
+def _unsupported_features(config: PreTrainedConfig) -> list[str]:
+    problems = [f"rope of type {kind!r}" for kind in _rope_types(config) if kind not in STATIC_ROPE]
+    if getattr(config, "use_bidirectional_attention", None):
+        problems.append("bidirectional attention")
+    if getattr(config, "add_cross_attention", False):
+        problems.append("cross attention")
+    return problems
+
+
+def _rope_types(config: PreTrainedConfig) -> list[str]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    return sorted({str(entry.get("rope_type", "default")) for entry in by_layer_type or [parameters]})
+
+
+@cache
+def _conversions(model_type: str) -> tuple[tuple[WeightRenaming, ...], tuple[WeightConverter, ...]]:
+    transforms = get_checkpoint_conversion_mapping(model_type) or []
+    renamings = tuple(transform for transform in transforms if isinstance(transform, WeightRenaming))
+    converters = tuple(transform for transform in transforms if isinstance(transform, WeightConverter))
+    return renamings, converters
+
+
+def _parameter_names(family: Family, config: PreTrainedConfig, index: int) -> frozenset[str]:
+    if not 0 <= index < family.n_blocks(config):
+        raise BadInput(f"there is no block {index}: the model has {family.n_blocks(config)}")
+    return frozenset(family.build_block(config, index).state_dict())

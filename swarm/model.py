@@ -1,0 +1,318 @@
+"""The programmer's door: a model that a swarm runs.
+
+    async with SwarmModel.connect("smollm2", join=code) as model:
+        async for token in model.generate("The capital of France is", max_new_tokens=32):
+            print(token.text, end="", flush=True)
+
+Owns how prompts become tokens and sessions become text. `swarm.sync` is the same without `async`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from routing.errors import BadInput, TimedOut
+from routing.types import PeerId, PeerRecord, Route
+from swarm.checkpoint import open_checkpoint
+from swarm.client import ClientConfig, SwarmClient
+from swarm.codec import lossless_codec
+from swarm.families import family_of, text_config
+from swarm.frames import Codec
+from swarm.generation import GenerationResult, Token, generate
+from swarm.joincode import JoinCode
+from swarm.progress import Progress, silent
+from swarm.sampling import GenerationSettings
+from swarm.session import Recovery, Session, SessionConfig, StepTrace
+from swarm.text import Messages, chat_ids, next_turn_ids
+
+Prompt = str | Sequence[int] | Messages
+"""Text, token ids, or a chat: `[{"role": "user", "content": "Hello"}]`."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+CODECS = {"float32": Codec.FP32, "bfloat16": Codec.BF16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerStatus:
+    """A peer as this client knows it: its record, and what was measured. Times in seconds."""
+
+    record: PeerRecord
+    rtt_s: float | None
+    decode_s: float  # one token through one block, measured or claimed
+    prefill_s: float
+    banned: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwarmStatus:
+    peers: tuple[PeerStatus, ...]
+    coverage: tuple[int, ...]  # peers that serve each block
+
+    @property
+    def uncovered(self) -> tuple[int, ...]:
+        """Blocks that nobody serves."""
+        return tuple(block for block, count in enumerate(self.coverage) if count == 0)
+
+
+class SwarmModel:
+    """A model served by a swarm. Make it with `connect`, and use it inside `async with`."""
+
+    def __init__(self, model: str, join: str, client: ClientConfig, session: SessionConfig, progress: Progress):
+        self._name, self._join = model, JoinCode.parse(join)
+        self._client_config, self._session_config, self._progress = client, session, progress
+        self._client: SwarmClient
+        self.tokenizer: Any
+        self.generation_config: Any
+
+    @classmethod
+    def connect(
+        cls,
+        model: str,
+        *,
+        join: str,
+        dtype: str = "float32",
+        wire: str | None = None,
+        wait_s: float = 0.0,
+        recovery_s: float = 60.0,
+        threads: int | None = None,
+        direct: bool = True,
+        progress: Progress = silent,
+    ) -> SwarmModel:
+        """A model of the swarm that `join` names; nothing happens before `async with`.
+
+        `model`: a directory, .gguf file, hub id or "smollm2"; only its embeddings and head are read here.
+        `dtype` of these, and `wire` of hidden states between peers: "float32" or "bfloat16" (wire: as dtype).
+        `wait_s`: how long to wait for blocks that nobody serves. `recovery_s`: how long one change of route may
+        take. `threads` for the head. Entering raises JoinError, ModelError, DaemonFailed and their kin.
+        """
+        if dtype not in DTYPES or (wire is not None and wire not in CODECS):
+            raise BadInput(f"dtype and wire are one of {', '.join(DTYPES)}")
+        codec = CODECS[wire] if wire else lossless_codec(DTYPES[dtype])
+        client = ClientConfig(dtype=DTYPES[dtype], threads=threads, direct=direct)
+        return cls(model, join, client, SessionConfig(codec=codec, wait_s=wait_s, recovery_s=recovery_s), progress)
+
+    async def __aenter__(self) -> SwarmModel:
+        checkpoint = await asyncio.to_thread(open_checkpoint, self._name, progress=self._progress)
+        family = family_of(checkpoint.config)
+        client = SwarmClient(checkpoint, family, self._join, self._client_config)
+        tokenizer = asyncio.create_task(asyncio.to_thread(checkpoint.tokenizer))
+        try:
+            await client.open()
+        finally:
+            await asyncio.wait([tokenizer])
+        self._client, self.tokenizer = client, tokenizer.result()
+        self.generation_config = checkpoint.generation_config()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.close()
+
+    # -- the swarm -------------------------------------------------------------------------------------------
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that a sequence may have, prompt and answer together."""
+        config = text_config(self._client.checkpoint.config)
+        return int(getattr(config, "max_position_embeddings", None) or 2**31)
+
+    async def status(self) -> SwarmStatus:
+        """The swarm as it is now: read from the directory, and every peer asked. Raises TimedOut, DaemonFailed."""
+        client = self._client
+        await client.refresh()
+        await client.probe()
+        now = time.monotonic()
+        peers = []
+        for record in client.records():
+            link = client.link(record.peer_id)
+            peers.append(
+                PeerStatus(
+                    record=record,
+                    rtt_s=link.rtt_s if link else None,
+                    decode_s=client.costs.block_s(record, 1),
+                    prefill_s=client.costs.block_s(record, 64) / 64,
+                    banned=client.health.banned(record.peer_id, now),
+                )
+            )
+        coverage = client.view.coverage(client.hive.dht_time())
+        return SwarmStatus(peers=tuple(peers), coverage=tuple(coverage))
+
+    # -- text ------------------------------------------------------------------------------------------------
+
+    def session(self, *, wait_s: float | None = None) -> TextSession:
+        """A sequence that stays open: what it holds is not sent again. Use it inside `async with`."""
+        config = self._session_config
+        if wait_s is not None:
+            config = replace(config, wait_s=wait_s)
+        return TextSession(self, self._client.session(config))
+
+    def chat(self, system: str | None = None) -> Chat:
+        """A conversation that sends only what is new in each turn. Use it inside `async with`."""
+        return Chat(self.session(), system)
+
+    async def generate(
+        self, prompt: Prompt, *, timeout_s: float | None = None, **settings: Any
+    ) -> AsyncIterator[Token]:
+        """New tokens for a prompt, as they come. `settings`: the fields of GenerationSettings (max_new_tokens,
+        temperature, top_k, top_p, repetition_penalty, seed, stop, ...), meant as in `transformers`.
+
+        Raises BadInput and PromptTooLong before anything is sent, then NoRoute, TimedOut, Overloaded.
+        """
+        async with self.session() as session, aclosing(
+            session.generate(prompt, timeout_s=timeout_s, **settings)
+        ) as tokens:
+            async for token in tokens:
+                yield token
+
+    async def generate_batch(
+        self, prompts: Sequence[Prompt], *, timeout_s: float | None = None, **settings: Any
+    ) -> list[GenerationResult]:
+        """Prompts of any lengths side by side, each in a session of its own; peers run them packed together."""
+        if isinstance(prompts, str) or not prompts:
+            raise BadInput("a batch is a list of prompts")
+
+        async def one(prompt: Prompt) -> GenerationResult:
+            return await GenerationResult.collect(self.generate(prompt, timeout_s=timeout_s, **settings))
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(prompt)) for prompt in prompts]
+        return [task.result() for task in tasks]
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt: text as the tokenizer does it, chats by the model's template. Raises BadInput."""
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt).input_ids)
+        if prompt and isinstance(prompt[0], Mapping):
+            return chat_ids(self.tokenizer, prompt)  # type: ignore[arg-type]
+        return [int(token) for token in prompt]  # type: ignore[arg-type, call-overload]
+
+
+class TextSession:
+    """One open sequence of text. Its peers keep what it holds until it is closed."""
+
+    def __init__(self, model: SwarmModel, session: Session):
+        self.model, self._session = model, session
+
+    async def __aenter__(self) -> TextSession:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens held."""
+        return list(self._session.token_ids)
+
+    @property
+    def route(self) -> Route | None:
+        return self._session.route
+
+    @property
+    def traces(self) -> list[StepTrace]:
+        """Where the time of each step went."""
+        return self._session.traces
+
+    @property
+    def recoveries(self) -> list[Recovery]:
+        """Each route that was taken, and why."""
+        return self._session.recoveries
+
+    async def generate(
+        self, prompt: Prompt, *, timeout_s: float | None = None, **settings: Any
+    ) -> AsyncIterator[Token]:
+        """Append a prompt to what is held and continue from there; see `SwarmModel.generate`."""
+        ids = self.model.encode(prompt)
+        async for token in self._generate(ids, GenerationSettings(**_known(settings)), timeout_s):
+            yield token
+
+    async def _generate(
+        self, ids: Sequence[int], settings: GenerationSettings, timeout_s: float | None
+    ) -> AsyncIterator[Token]:
+        model = self.model
+        settings = settings.with_model_defaults(model.generation_config)
+        stream = generate(
+            self._session,
+            model._client.scorer,
+            model.tokenizer,
+            ids,
+            settings,
+            clock=time.monotonic,
+            max_context=model.max_context,
+        )
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        async with aclosing(stream):
+            while True:
+                left = None if deadline is None else deadline - time.monotonic()
+                try:
+                    async with asyncio.timeout(left):
+                        token = await anext(stream, None)
+                except TimeoutError:
+                    raise TimedOut(f"the text was not finished within {timeout_s:g} s") from None
+                if token is None:
+                    return
+                yield token
+
+    def rollback(self, position: int) -> None:
+        """Forget the tokens from `position` on."""
+        if not 0 <= position <= self._session.position:
+            raise BadInput(f"cannot go back to position {position}: {self._session.position} are held")
+        self._session.rollback(position)
+
+    async def exclude(self, peer_id: PeerId, *, from_position: int = 0) -> None:
+        """This peer was found to compute wrongly: never use it again here, take back the tokens from
+        `from_position` on, and let nothing of it survive in any cache."""
+        self._session.rollback(min(from_position, self._session.position))
+        await self._session.exclude(peer_id, keep_to=from_position)
+
+
+class Chat:
+    """A conversation. `messages` is what was said so far, as transformers' chat templates take it."""
+
+    def __init__(self, session: TextSession, system: str | None):
+        self.session = session
+        self.messages: list[dict[str, str]] = []
+        if system:
+            self.messages.append({"role": "system", "content": system})
+
+    async def __aenter__(self) -> Chat:
+        await self.session.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.session.__aexit__(*exc)
+
+    async def send(self, text: str, *, timeout_s: float | None = None, **settings: Any) -> AsyncIterator[Token]:
+        """Say something, and get the answer token by token. An answer that is broken off stays as far as it came;
+        a turn that failed before its first token is as if it had not been said."""
+        wanted = GenerationSettings(**_known(settings))
+        said = [*self.messages, {"role": "user", "content": text}]
+        session = self.session
+        turn = next_turn_ids(session.model.tokenizer, session.token_ids, said)
+        session.rollback(turn.keep)
+        answer: list[str] = []
+        begun = False
+        stream = session._generate(turn.append, wanted, timeout_s)
+        try:
+            async with aclosing(stream) as tokens:  # type: ignore[type-var]
+                async for token in tokens:
+                    begun = True
+                    answer.append(token.text)
+                    yield token
+        finally:
+            if begun:
+                self.messages = [*said, {"role": "assistant", "content": "".join(answer)}]
+
+
+def _known(settings: dict[str, Any]) -> dict[str, Any]:
+    unknown = settings.keys() - set(GenerationSettings.__dataclass_fields__)
+    if unknown:
+        known = ", ".join(GenerationSettings.__dataclass_fields__)
+        raise BadInput(f"unknown setting {', '.join(sorted(unknown))}; known are {known}")
+    return settings

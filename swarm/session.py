@@ -1,0 +1,347 @@
+"""One sequence's life in the swarm: tokens in, hidden states of the last block out, whatever happens on the way.
+
+Owns the healing of a session: which peers and links it avoids, the search for a new route, and how long its caller
+allows that to take. The rule itself is in `driver.py`; sockets and the view of the swarm belong to `client.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from routing.cost import CLIENT
+from routing.errors import BadInput, NoRoute, SessionError, SwarmError, TimedOut
+from routing.planner import Plan, Request
+from routing.types import Hop, PeerId, Route
+from swarm.codec import decode_rows, row_bytes
+from swarm.driver import Driver, DriverConfig, NeedRoute, Output, Send, Stopped
+from swarm.frames import Codec, Frame, HopTiming
+from swarm.names import NameChain
+
+if TYPE_CHECKING:
+    from swarm.client import SwarmClient
+
+PROBE_S = 0.3  # an accused end of a broken edge has this long to answer us
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopTrace:
+    """What one hop took of a step, in seconds. `network_s` is the way to it; the last hop's has the way back too."""
+
+    hop: Hop
+    queue_s: float
+    compute_s: float
+    network_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTrace:
+    """One step as the client saw it: when it was sent (monotonic clock), how long it took, and where the time went."""
+
+    at_s: float
+    total_s: float
+    tokens: int
+    epoch: int
+    hops: tuple[HopTrace, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """One change of route."""
+
+    at_s: float
+    position: int  # tokens held when it happened
+    reason: str
+    seconds: float  # until the new route was opened
+    before: Route | None
+    after: Route
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionConfig:
+    codec: Codec = Codec.FP32
+    chunk: int = 128  # positions of a prefill frame
+    wait_s: float = 0.0  # how long to wait for blocks that nobody serves
+    recovery_s: float = 60.0  # how long one change of route may take in all
+    connect_s: float = 5.0  # a dial
+    deadline_s: float | None = 60.0  # a step without any sign of progress
+
+
+class Session:
+    """An open sequence. Not safe for two steps at once; closing it frees what its peers hold."""
+
+    def __init__(self, client: SwarmClient, config: SessionConfig):
+        self.client, self.config = client, config
+        self.id = secrets.token_bytes(16)
+        head = client.head
+        self.driver = Driver(
+            session_id=self.id,
+            nonce=secrets.token_bytes(8),
+            names=NameChain(client.name_secret, config.codec.name.encode()),
+            embed=self._embed,
+            read=self._read,
+            config=DriverConfig(
+                chunk=config.chunk,
+                deadline_s=config.deadline_s,
+                codec=config.codec,
+                row_bytes=row_bytes(config.codec, head.hidden_size),
+                numeric_class=int(config.codec),
+            ),
+        )
+        self.traces: list[StepTrace] = []
+        self.recoveries: list[Recovery] = []
+        self.plan: Plan | None = None
+        self._avoid_peers: set[PeerId] = set()  # lost by this session; used again only where nobody else is left
+        self._avoid_edges: set[tuple[PeerId, PeerId]] = set()
+        self._excluded: frozenset[PeerId] = frozenset()
+        self._output: asyncio.Future[torch.Tensor] | None = None
+        self._sent_at = 0.0
+        self._sent_tokens = 0
+        self._healing: asyncio.Task[None] | None = None
+        self._lost_again = False
+        self._closed = False
+
+    # -- what a generation needs -----------------------------------------------------------------------------
+
+    @property
+    def position(self) -> int:
+        """Tokens held."""
+        return len(self.driver.tokens)
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return self.driver.tokens
+
+    @property
+    def route(self) -> Route | None:
+        return self.driver.route
+
+    async def step(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Append tokens; returns the last block's output [1, hidden] at the last one.
+
+        Raises NoRoute, Superseded, TimedOut, Overloaded; the session may be used again after NoRoute and TimedOut.
+        If the caller is cancelled the tokens stay appended: roll back if they are not wanted.
+        """
+        if self._closed:
+            raise BadInput("the session is closed")
+        if self.driver.stopped is not None:
+            raise self.driver.stopped
+        if self._output is not None:
+            raise BadInput("a session takes one step at a time", advice="Open one session a sequence.")
+        if self.driver.awaiting:
+            self.driver.rollback(self.driver.done_to)  # a step that was cancelled; its tokens come with this one
+        now = time.monotonic()
+        self._output = asyncio.get_running_loop().create_future()
+        self._sent_at, self._sent_tokens = now, len(token_ids)
+        self.driver.step(token_ids, now)
+        self.act()
+        if self._healing is None and (self.driver.route is None or self.driver.healing):
+            self._heal("first route" if self.driver.route is None else "the route was lost while idle")
+        try:
+            return await self._output
+        finally:
+            self._output = None
+
+    def rollback(self, position: int) -> None:
+        """Forget the tokens from `position` on; peers learn of it with the next step."""
+        self.driver.rollback(position)
+
+    async def exclude(self, peer_id: PeerId, *, keep_to: int = 0) -> None:
+        """This peer was found to compute wrongly from `keep_to` on: never use it again in this session, and let
+        nothing of it survive downstream. The caller rolls back the tokens that it no longer trusts."""
+        self._excluded |= {peer_id}
+        self.client.health.failed(peer_id, time.monotonic(), weight=4.0)
+        self.driver.distrust(peer_id, keep_to)
+        if self.driver.route is not None and not self._closed:
+            self._heal(f"{peer_id} was excluded")
+            if self._healing is not None:
+                await asyncio.shield(self._healing)
+
+    async def close(self) -> None:
+        """Frees the session on every peer that it ever used."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._healing is not None:
+            self._healing.cancel()
+            with contextlib.suppress(asyncio.CancelledError, SwarmError):
+                await self._healing
+        self.driver.close()
+        self.act()
+        self._fail(SessionError("the session is closed"))
+        self.client.forget(self)
+
+    # -- what the links bring --------------------------------------------------------------------------------
+
+    def frame_received(self, frame: Frame, sender: PeerId) -> None:
+        self.driver.receive(frame, sender, time.monotonic())
+        self.act()
+
+    def link_lost(self, peer_id: PeerId, reason: str) -> None:
+        if self.driver.route is not None and peer_id in self.driver.route.peers:
+            self._avoid_peers.add(peer_id)
+        self.driver.link_lost(peer_id, reason)
+        self.act()
+
+    def tick(self, now: float) -> None:
+        self.driver.tick(now)
+        self.act()
+
+    def act(self) -> None:
+        """Carry out what the driver decided."""
+        for effect in self.driver.take_effects():
+            match effect:
+                case Send(peer_id, frame):
+                    link = self.client.link(peer_id)
+                    if link is not None:
+                        link.send(frame)
+                    elif not self._closed:
+                        self.driver.link_lost(peer_id, "no connection")
+                case Output():
+                    self._done(effect)
+                case NeedRoute():
+                    self._lost(effect)
+                case Stopped(error):
+                    self._fail(error)
+        if self.driver.effects:
+            self.act()
+
+    def _done(self, output: Output) -> None:
+        now = time.monotonic()
+        hidden = output.rows[0] if len(output.rows) == 1 else torch.cat(output.rows)
+        if self.driver.route is not None:
+            trace = _trace(self.driver.route, output.timings, self._sent_at, now, self._sent_tokens, self.driver.epoch)
+            self.traces.append(trace)
+            self.client.learn(trace)
+        if self._output is not None and not self._output.done():
+            self._output.set_result(hidden[-1:])
+
+    def _fail(self, error: BaseException) -> None:
+        if self._output is not None and not self._output.done():
+            self._output.set_exception(error)
+
+    # -- healing ---------------------------------------------------------------------------------------------
+
+    def _lost(self, need: NeedRoute) -> None:
+        now = time.monotonic()
+        self._avoid_peers |= need.peers
+        self._avoid_edges |= need.edges
+        for peer_id in need.peers:
+            self.client.health.failed(peer_id, now)
+        for peer_id, wait_s in need.busy.items():
+            self.client.busy_until[peer_id] = now + wait_s
+        self._heal(need.reason)
+
+    def _heal(self, reason: str) -> None:
+        if self._closed:
+            return
+        if self._healing is not None and not self._healing.done():
+            self._lost_again = True
+            return
+        self._healing = self.client.spawn(self._find_route(reason, time.monotonic()))
+
+    async def _find_route(self, reason: str, since: float) -> None:
+        before = self.driver.route
+        try:
+            async with asyncio.timeout(max(self.config.recovery_s, self.config.wait_s)):
+                await self._settle_edges()
+                plan = await self._connected_plan(since)
+        except TimeoutError:
+            self._fail(TimedOut(f"no working route within {self.config.recovery_s:g} s ({reason})"))
+            return
+        except SwarmError as error:
+            self._fail(error)
+            return
+        finally:
+            self._healing = None
+        self.plan = plan
+        now = time.monotonic()
+        addresses = {peer_id: self.client.addresses(peer_id) for peer_id in plan.route.peers}
+        self.driver.open(plan.route, addresses, now)
+        self.client.watch(plan.route.peers)
+        self.recoveries.append(
+            Recovery(at_s=since, position=self.position, reason=reason, seconds=now - since, before=before,
+                     after=plan.route)
+        )  # fmt: skip
+        self.act()
+
+    async def _connected_plan(self, since: float) -> Plan:
+        """The cheapest route all of whose peers answer. One that does not is avoided, and so on, until every choice
+        is used up; then, for as long as the caller waits, the swarm is looked at again."""
+        looked, failed_here = False, frozenset[PeerId]()
+        while True:
+            self._lost_again = False
+            try:
+                plan = self.client.plan(self._request(), without=self._excluded)
+                if dead := plan.route.peers & failed_here:
+                    raise _nobody_left(plan.route, dead)
+            except NoRoute:
+                if looked and time.monotonic() - since >= self.config.wait_s:
+                    raise
+                await self.client.look_again()
+                looked, failed_here = True, frozenset()
+                continue
+            failed = await self.client.connect(plan.route.peers, self.config.connect_s)
+            failed_here |= failed
+            self._avoid_peers |= failed
+            if not failed and not self._lost_again:
+                return plan
+
+    def _request(self) -> Request:
+        now = time.monotonic()
+        client = self.client
+        busy = {peer for peer, until in client.busy_until.items() if until > now}
+        return Request(
+            n_blocks=client.n_blocks,
+            tokens=1,
+            avoid_peers=frozenset(self._avoid_peers | busy) | client.health.banned_peers(now),
+            avoid_edges=frozenset(self._avoid_edges),
+            penalties=client.health.penalties(now),
+        )
+
+    async def _settle_edges(self) -> None:
+        """A peer's word that an edge broke bans nobody: ask both ends ourselves, and avoid the one that is silent."""
+        ends = {end for edge in self._avoid_edges for end in edge} - self._avoid_peers - {CLIENT}
+        silent = await self.client.silent_of(ends, PROBE_S)
+        self._avoid_peers |= silent
+
+    # -- rows ------------------------------------------------------------------------------------------------
+
+    def _embed(self, start: int, end: int) -> memoryview:
+        return self.client.embed(self.driver.tokens[start:end], start, self.config.codec)
+
+    def _read(self, frame: Frame) -> torch.Tensor | None:
+        rows = decode_rows(frame.rows, Codec(frame.codec), self.client.head.hidden_size)
+        return rows if bool(torch.isfinite(rows).all()) else None
+
+
+def _trace(
+    route: Route, timings: tuple[HopTiming, ...], sent: float, now: float, tokens: int, epoch: int
+) -> StepTrace:
+    """The way to the first hop and back from the last is what remains of the whole."""
+    hops = []
+    between = [timing.rtt_next_us / 2e6 for timing in timings]
+    busy = sum((timing.queue_us + timing.compute_us) / 1e6 for timing in timings)
+    rest = max(0.0, now - sent - busy - sum(between[:-1]))
+    for index, (hop, timing) in enumerate(zip(route, timings, strict=False)):
+        network = rest / 2 if index == 0 else between[index - 1]
+        if index == len(route) - 1:
+            network += rest / 2
+        hops.append(
+            HopTrace(hop=hop, queue_s=timing.queue_us / 1e6, compute_s=timing.compute_us / 1e6, network_s=network)
+        )
+    return StepTrace(at_s=sent, total_s=now - sent, tokens=tokens, epoch=epoch, hops=tuple(hops))
+
+
+def _nobody_left(route: Route, peers: frozenset[PeerId]) -> NoRoute:
+    lost = [hop for hop in route if hop.peer_id in peers]
+    spans = ", ".join(f"{hop.entry}:{hop.exit}" for hop in lost)
+    blocks = [block for hop in lost for block in range(hop.entry, hop.exit)]
+    return NoRoute(f"no peer that serves blocks {spans} can be reached", blocks=blocks)

@@ -1,0 +1,164 @@
+"""`SwarmModel` without `async`: the same methods, blocking. Works inside a running Jupyter loop, too.
+
+    with SwarmModel.connect("smollm2", join=code) as model:
+        for token in model.generate("The capital of France is", max_new_tokens=32):
+            print(token.text, end="", flush=True)
+
+One event loop on one background thread runs the asynchronous objects; nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
+
+from swarm import model as asynchronous
+from swarm.generation import GenerationResult, Token
+from swarm.model import Prompt, SwarmStatus
+
+T = TypeVar("T")
+
+
+class _Loop:
+    """An event loop on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="swarm", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs it to its end. Ctrl-C, or a notebook's stop button, cancels it there and raises here."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
+        async def following() -> tuple[bool, Any]:
+            try:
+                return True, await anext(items)
+            except StopAsyncIteration:
+                return False, None
+
+        try:
+            while True:
+                more, item = self.run(following())
+                if not more:
+                    return
+                yield item
+        finally:
+            self.run(items.aclose())  # type: ignore[attr-defined]
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class SwarmModel:
+    """See `swarm.SwarmModel`. Make it with `connect`, and use it inside `with`."""
+
+    def __init__(self, model: asynchronous.SwarmModel):
+        self._model = model
+        self._loop: _Loop
+
+    @classmethod
+    def connect(cls, model: str, *, join: str, **options: Any) -> SwarmModel:
+        """See `swarm.SwarmModel.connect`."""
+        return cls(asynchronous.SwarmModel.connect(model, join=join, **options))
+
+    def __enter__(self) -> SwarmModel:
+        self._loop = _Loop()
+        try:
+            self._loop.run(self._model.__aenter__())
+        except BaseException:
+            self._loop.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._loop.run(self._model.__aexit__())
+        finally:
+            self._loop.stop()
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._model.tokenizer
+
+    @property
+    def max_context(self) -> int:
+        return self._model.max_context
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        return self._model.encode(prompt)
+
+    def status(self) -> SwarmStatus:
+        return self._loop.run(self._model.status())
+
+    def generate(self, prompt: Prompt, *, timeout_s: float | None = None, **settings: Any) -> Iterator[Token]:
+        return self._loop.iterate(self._model.generate(prompt, timeout_s=timeout_s, **settings))
+
+    def generate_batch(
+        self, prompts: Sequence[Prompt], *, timeout_s: float | None = None, **settings: Any
+    ) -> list[GenerationResult]:
+        return self._loop.run(self._model.generate_batch(prompts, timeout_s=timeout_s, **settings))
+
+    def session(self, *, wait_s: float | None = None) -> TextSession:
+        return TextSession(self._loop, self._model.session(wait_s=wait_s))
+
+    def chat(self, system: str | None = None) -> Chat:
+        return Chat(self._loop, self._model.chat(system))
+
+
+class TextSession:
+    """See `swarm.model.TextSession`. Use it inside `with`."""
+
+    def __init__(self, loop: _Loop, session: asynchronous.TextSession):
+        self._loop, self._session = loop, session
+
+    def __enter__(self) -> TextSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.run(self._session.__aexit__())
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("token_ids", "route", "traces", "recoveries"):
+            return getattr(self._session, name)
+        raise AttributeError(name)
+
+    def generate(self, prompt: Prompt, *, timeout_s: float | None = None, **settings: Any) -> Iterator[Token]:
+        return self._loop.iterate(self._session.generate(prompt, timeout_s=timeout_s, **settings))
+
+    def rollback(self, position: int) -> None:
+        async def go_back() -> None:
+            self._session.rollback(position)
+
+        self._loop.run(go_back())
+
+
+class Chat:
+    """See `swarm.model.Chat`. Use it inside `with`."""
+
+    def __init__(self, loop: _Loop, chat: asynchronous.Chat):
+        self._loop, self._chat = loop, chat
+        self.session = TextSession(loop, chat.session)
+
+    def __enter__(self) -> Chat:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.run(self._chat.__aexit__())
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        return self._chat.messages
+
+    def send(self, text: str, *, timeout_s: float | None = None, **settings: Any) -> Iterator[Token]:
+        return self._loop.iterate(self._chat.send(text, timeout_s=timeout_s, **settings))

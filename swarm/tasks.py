@@ -1,0 +1,46 @@
+"""Background tasks that live as long as the object that owns them.
+
+Like `asyncio.TaskGroup`, but opening and closing may happen in different tasks (a notebook's cells, a test's fixture),
+which a TaskGroup does not allow. An unexpected failure is kept and raised at `close`, never lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class Tasks:
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[Any]] = set()
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._done)
+        if self._closed:
+            task.cancel()
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a background task failed", exc_info=error)
+            self._failure = self._failure or error
+
+    async def close(self) -> None:
+        """Cancels what runs, waits for it, and raises the first failure there was."""
+        self._closed = True
+        running = [task for task in self._running if task is not asyncio.current_task()]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
