@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 from dataclasses import asdict
@@ -91,10 +92,15 @@ async def _serve(config, console: Console, until_stdin_closes: bool) -> None:
         # While starting there is nothing to say goodbye to: give up at once.
         stop.set() if started else main.cancel()
 
+    def on_input() -> None:
+        if not os.read(sys.stdin.fileno(), 1024):
+            loop.remove_reader(sys.stdin.fileno())
+            on_signal()
+
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
     if until_stdin_closes:
-        loop.add_reader(sys.stdin.fileno(), lambda: sys.stdin.buffer.read1(1) or (loop.remove_reader(0), on_signal()))
+        loop.add_reader(sys.stdin.fileno(), on_input)
     with console.progress() as progress:
         node = Node(config, progress)
         await node.__aenter__()

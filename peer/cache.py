@@ -60,14 +60,14 @@ class SeatCache:
         return self._extents[block - self.entry]
 
     def rows(self, start: int, end: int) -> torch.Tensor:
-        """A copy of the outputs at positions `[start, end)`, [end - start, hidden]. Raises BadInput if not
-        held.
+        """A copy of the outputs at positions `[start, end)`, [end - start, hidden].
+
+        Raises BadInput if they are not held.
         """
         if not 0 <= start <= end <= self.position:
             raise BadInput(f"positions {start}:{end} are not held here (0:{self.position} are)")
-        return self.journal[
-            start:end
-        ].clone()  # a later pass may overwrite the journal while this is being sent
+        # A later pass may overwrite the journal while this is being sent.
+        return self.journal[start:end].clone()
 
     def truncate(self, position: int) -> None:
         """Forgets the positions from `position` on. Raises BadInput if it is not within what is held."""
@@ -92,8 +92,9 @@ class SeatCache:
         return self.bytes_at(self.capacity)
 
     def reserve(self, positions: int) -> None:
-        """Allocates room for `positions`. Raises Overloaded if the budget has no room; then nothing has
-        changed.
+        """Allocates room for `positions`.
+
+        Raises Overloaded if the budget has no room; then nothing has changed.
         """
         if positions <= self.capacity:
             return

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -86,7 +87,7 @@ class Executor:
         dtype, device = self.blocks.shape.dtype, self.blocks.shape.device
         rows = [item.hidden.to(device=device, dtype=dtype) for item in items]
         boundaries = sorted({boundary for item in items for boundary in (item.entry, item.exit)})
-        for start, end in zip(boundaries, boundaries[1:], strict=False):
+        for start, end in pairwise(boundaries):
             active = [index for index, item in enumerate(items) if item.entry <= start and end <= item.exit]
             if not active:
                 continue

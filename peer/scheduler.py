@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from peer.seats import Seat, Work
 from peer.sessions import PeerSession
 
+MOST_REMEMBERED = 1024  # sessions
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -25,10 +27,8 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig = SchedulerConfig()):
         self.config = config
-        self._queues: OrderedDict[Seat, deque[Work]] = (
-            OrderedDict()
-        )  # seats with work, the longest waiting first
-        self._served: dict[PeerSession, int] = {}  # pass of a session's last prefill, while it has work
+        self._queues: OrderedDict[Seat, deque[Work]] = OrderedDict()  # the longest waiting seat first
+        self._served: OrderedDict[PeerSession, int] = OrderedDict()  # pass of a session's last prefill
         self._passes = 0
 
     def __len__(self) -> int:
@@ -53,19 +53,23 @@ class Scheduler:
         chosen = [work for work in heads if _positions(work) <= self.config.decode_most]
         budget = self.config.prefill_beside if chosen else self.config.prefill_alone
         chunks = [work for work in heads if _positions(work) > self.config.decode_most]
-        chunks.sort(
-            key=lambda work: self._served.get(work.seat.session, 0)
-        )  # stable: then the longest waiting
+        # The sort is stable: among equals, the longest waiting first.
+        chunks.sort(key=lambda work: self._served.get(work.seat.session, 0))
         for first, work in enumerate(chunks):
             if first == 0 or _positions(work) <= budget:
                 chosen.append(work)
                 budget -= _positions(work)
-                self._served[work.seat.session] = self._passes
+                self._remember(work.seat.session)
         for work in chosen:
             self._take(work)
-        if not self._queues:
-            self._served.clear()
         return chosen
+
+    def _remember(self, session: PeerSession) -> None:
+        """A session has no work here while its next chunk is on its way, so this outlives its queue."""
+        self._served[session] = self._passes
+        self._served.move_to_end(session)
+        if len(self._served) > MOST_REMEMBERED:
+            self._served.popitem(last=False)
 
     def _take(self, work: Work) -> None:
         queue = self._queues[work.seat]

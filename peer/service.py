@@ -73,7 +73,7 @@ class Service:
         budget: CacheBudget,
         thread: ComputeThread,
         speed: Speed,
-        limits: SessionLimits = SessionLimits(),
+        limits: SessionLimits | None = None,
     ):
         self.me, self.blocks, self.budget = me, blocks, budget
         self.load = Load(speed.decode_s, speed.prefill_s)
@@ -95,7 +95,7 @@ class Service:
             row_bytes=lambda codec: row_bytes(codec, hidden),
             admit=self._admit,
             rtt_us=self._rtt_us,
-            limits=limits,
+            limits=limits or SessionLimits(),
         )
 
     def start(self, endpoint: Endpoint) -> None:

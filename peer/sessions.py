@@ -21,8 +21,8 @@ from swarm.frames import (
     HopTiming,
     Lost,
     Open,
-    OpenHop,
     Opened,
+    OpenHop,
     Problem,
     Stale,
 )
@@ -120,10 +120,10 @@ class PeerSession:
                 seat.retire()
         self._to_open = set(mine.values())
         for (entry, exit), index in mine.items():
-            seat = self.seats.get((entry, exit))
-            if seat is None:
+            if (entry, exit) not in self.seats:
                 store = self.table.make_store(entry, exit)
-                seat = self.seats[entry, exit] = Seat(self, entry, exit, store, body.names[:NAME_BYTES])
+                self.seats[entry, exit] = Seat(self, entry, exit, store, body.names[:NAME_BYTES])
+            seat = self.seats[entry, exit]
             seat.inbox.clear()
             seat.receive(Frame(type=FrameType.OPEN, hop=index, epoch=self.epoch, body=body))
             if index + 1 < len(body.route) and body.route[index + 1].peer_id != self.table.me:
@@ -270,11 +270,11 @@ class SessionTable:
         row_bytes: Callable[[Codec], int],
         admit: Callable[[int, int], bool] = lambda layers, positions: True,
         rtt_us: Callable[[PeerId], int] = lambda peer_id: 0,
-        limits: SessionLimits = SessionLimits(),
+        limits: SessionLimits | None = None,
     ):
         """`admit(layers, positions)` says whether that many positions fit, evicting if it must."""
         self.me, self.span, self.make_store, self.row_bytes = me, span, make_store, row_bytes
-        self.admit, self.rtt_us, self.limits = admit, rtt_us, limits
+        self.admit, self.rtt_us, self.limits = admit, rtt_us, limits or SessionLimits()
         self.now = 0.0
         self.sessions: dict[bytes, PeerSession] = {}
         self.effects: list[Effect] = []

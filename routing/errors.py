@@ -50,7 +50,7 @@ class ModelError(SwarmError):
 
 
 class ModelNotFound(ModelError):
-    advice = "Give a directory with config.json and safetensors files, a .gguf file, or a hub id that is in the cache."
+    advice = "Give a directory with config.json and safetensors files, a .gguf file, or a cached hub id."
 
 
 class UnsupportedFamily(ModelError):

@@ -20,11 +20,8 @@ def local_addresses(listening: str) -> tuple[str, ...]:
     if not address.is_unspecified:
         return (listening,)
     family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
-    found = []
-    for entries in psutil.net_if_addrs().values():
-        for entry in entries:
-            if entry.family is family and "%" not in entry.address:
-                found.append(ipaddress.ip_address(entry.address))
+    entries = [entry for entries in psutil.net_if_addrs().values() for entry in entries]
+    found = [ipaddress.ip_address(e.address) for e in entries if e.family is family and "%" not in e.address]
     usable = [a for a in found if not (a.is_loopback or a.is_link_local)]
     ordered = sorted(usable, key=lambda a: (not a.is_global, str(a))) or [a for a in found if a.is_loopback]
     return tuple(f"[{a}]:{port}" if a.version == 6 else f"{a}:{port}" for a in ordered[:MOST_ADDRESSES])

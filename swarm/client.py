@@ -10,7 +10,7 @@ import asyncio
 import ipaddress
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +40,7 @@ from swarm.records import RecordPolicy
 from swarm.scorer import BatchingScorer
 from swarm.session import Session, SessionConfig, StepTrace
 from swarm.tasks import Tasks
-from swarm.transport import Endpoint
+from swarm.transport import Endpoint, StreamCarrier
 
 log = logging.getLogger(__name__)
 
@@ -77,10 +77,10 @@ class SwarmClient:
         self.links_lost: list[tuple[float, PeerId, str]] = []
         self.head: Head
         self.scorer: BatchingScorer
-        self.hive: Hive
         self.name_secret = b""
         self._endpoint: Endpoint
         self._directory: Directory
+        self._dht_time: Callable[[], float] = time.time
         self._tasks = Tasks()
         self._stack = AsyncExitStack()
 
@@ -101,20 +101,17 @@ class SwarmClient:
         identity = await asyncio.to_thread(Identity.load_or_create, config.identity_path or client_key())
         self.name_secret = identity.secret(b"names")
         thread = await stack.enter_async_context(ComputeThread(threads=config.threads, name="head"))
-        starting = self._tasks.spawn(self._start_hive())
+        joining = self._tasks.spawn(self._join_swarm(stack, identity))
         self.head = await thread.run(Head.load, self.checkpoint, self.family, config.dtype)
         self.scorer = BatchingScorer(self.head, thread, self._tasks)
-        self.hive = await starting
-        stack.push_async_callback(self.hive.close)
-        await self._check_model()
-        self._directory = Directory(self.hive, identity, self.join.fingerprint, self.n_blocks)
+        streams = await joining
         self._endpoint = await stack.enter_async_context(
             Endpoint(
                 identity=identity,
                 role="client",
                 handler=self,
                 heartbeat=config.heartbeat,
-                streams=self.hive,
+                streams=streams,
                 direct=config.direct,
             )
         )
@@ -123,18 +120,24 @@ class SwarmClient:
         self._tasks.spawn(self._keep_fresh())
         self._tasks.spawn(self._tick())
 
-    async def _start_hive(self) -> Hive:
+    async def _join_swarm(self, stack: AsyncExitStack, identity: Identity) -> StreamCarrier:
+        """Sets the directory and its clock; returns what carries streams. The seam for tests without a DHT."""
         # A client's libp2p identity is made anew for each process: several may run under one client identity.
-        return await Hive.start(
+        hive = await Hive.start(
             identity=Identity.generate(),
             bootstrap=self.join.bootstrap,
             host=_listen_host(self.join.bootstrap),
             record_policy=RecordPolicy(self.join.fingerprint),
             client=True,
         )
+        stack.push_async_callback(hive.close)
+        await self._check_model(hive)
+        self._directory = Directory(hive, identity, self.join.fingerprint, self.n_blocks)
+        self._dht_time = hive.dht_time
+        return hive
 
-    async def _check_model(self) -> None:
-        manifest = await fetch_manifest(self.hive, self.join, self.config.join_timeout_s)
+    async def _check_model(self, hive: Hive) -> None:
+        manifest = await fetch_manifest(hive, self.join, self.config.join_timeout_s)
         names = self.family.client_tensors(text_config(self.checkpoint.config), self.checkpoint.tensor_names())
         await asyncio.to_thread(manifests.check, self.checkpoint, tuple(names.values()), manifest)
 
@@ -144,12 +147,16 @@ class SwarmClient:
             await session.close()
         await self._stack.aclose()
 
+    def dht_time(self) -> float:
+        """The clock of records' expiries, seconds."""
+        return self._dht_time()
+
     # -- the view --------------------------------------------------------------------------------------------
 
     async def refresh(self) -> None:
         """Read the directory once. Raises TimedOut, DaemonFailed."""
         records = await self._directory.refresh()
-        view = apply(self.view, Expired(self.hive.dht_time()))
+        view = apply(self.view, Expired(self.dht_time()))
         for record in records:
             view = apply(view, RecordSeen(record))
         self.view = view
@@ -174,7 +181,7 @@ class SwarmClient:
 
     def records(self) -> list[PeerRecord]:
         """What serves now, by peer id."""
-        return list(self.view.alive(self.hive.dht_time(), PeerState.SERVING, PeerState.DRAINING, PeerState.JOINING))
+        return list(self.view.alive(self.dht_time(), PeerState.SERVING, PeerState.DRAINING, PeerState.JOINING))
 
     def addresses(self, peer_id: PeerId) -> tuple[str, ...]:
         record = self.view.records.get(peer_id)
@@ -186,7 +193,7 @@ class SwarmClient:
         view = self.view
         if without:
             view = View({peer: r for peer, r in view.records.items() if peer not in without}, self.n_blocks)
-        return plan(view, self.costs, request, self.hive.dht_time())
+        return plan(view, self.costs, request, self.dht_time())
 
     def learn(self, trace: StepTrace) -> None:
         """Every step brings its own timing."""

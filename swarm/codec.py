@@ -25,7 +25,7 @@ def row_bytes(codec: Codec, hidden: int) -> int:
 def encode_rows(rows: torch.Tensor, codec: Codec) -> memoryview:
     """[n, hidden] of any float dtype to bytes. Keeps the tensor alive; the caller must not write to it afterwards."""
     flat = rows.detach().to(device="cpu", dtype=DTYPES[codec]).contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy()).cast("B")
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def decode_rows(data: bytes | memoryview, codec: Codec, hidden: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from routing.errors import ProtocolError, SessionError, Superseded
@@ -76,9 +77,9 @@ class Driver:
         names: NameChain,
         embed: Callable[[int, int], Any],
         read: Callable[[Frame], Any],
-        config: DriverConfig = DriverConfig(),
+        config: DriverConfig | None = None,
     ):
-        self.id, self.nonce, self.config = session_id, nonce, config
+        self.id, self.nonce, self.config = session_id, nonce, config or DriverConfig()
         self._embed, self._read = embed, read
         self.names = names
         self.tokens: list[int] = []
@@ -228,9 +229,9 @@ class Driver:
 
     def tick(self, now: float) -> None:
         limit = self.config.deadline_s
-        if limit is not None and self.awaiting and not self.healing and self.route is not None:
-            if now - self.progress_at >= limit:
-                self._need_route(f"no sign of progress for {limit:g} s")
+        waits = self.awaiting and not self.healing and self.route is not None
+        if limit is not None and waits and now - self.progress_at >= limit:
+            self._need_route(f"no sign of progress for {limit:g} s")
 
     def _stale(self, epoch: int, nonce: bytes) -> None:
         if (epoch, nonce) > (self.epoch, self.nonce) and nonce != self.nonce:
@@ -255,8 +256,7 @@ class Driver:
 
     def _edge_lost(self, edge: tuple[PeerId, PeerId], sender: PeerId, reason: str) -> None:
         assert self.route is not None
-        ids = [hop.peer_id for hop in self.route]
-        if sender in edge and edge in zip(ids, ids[1:], strict=False):
+        if sender in edge and edge in pairwise(hop.peer_id for hop in self.route):
             self._lost_edges.add(edge)  # a peer's word alone: the edge is avoided, nobody is banned
             self._need_route(reason or f"{edge[0]} and {edge[1]} lost each other")
 

@@ -33,20 +33,15 @@ from routing.errors import BadInput, DamagedWeights, UnsupportedFamily
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 
 LLAMA_ROOTS = ("model.", "")  # with the head, or saved from the base model alone
-GEMMA3_ROOTS = (
-    "model.",
-    "language_model.model.",
-    "model.language_model.",
-    "",
-)  # the text half of a multimodal model
+MULTIMODAL_ROOTS = ("language_model.model.", "model.language_model.")  # older and newer layout
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One family of decoders. `config` is the text model's (`text_config`); names of tensors are the
-    checkpoint's.
+    """One family of decoders.
 
-    `roots` are the prefixes under which checkpoints of this family store the decoder, the usual one first.
+    `config` is the text model's (`text_config`); names of tensors are the checkpoint's. `roots` are the
+    prefixes under which checkpoints of this family store the decoder, the usual one first.
     """
 
     name: str  # the library's model_type
@@ -88,9 +83,7 @@ class Family:
     def block_tensors(
         self, config: PreTrainedConfig, index: int, available: Collection[str]
     ) -> tuple[str, ...]:
-        """Names of the stored tensors that block `index` needs, sorted. Raises DamagedWeights if one is
-        missing.
-        """
+        """The stored tensors that block `index` needs, sorted. Raises DamagedWeights if one is missing."""
         config = text_config(config)
         prefix = f"{self.root(available)}{self.layers}.{index}."
         wanted = _parameter_names(self, config, index)
@@ -132,7 +125,7 @@ class Family:
         """The tensors of one block as its module names and shapes them.
 
         Most pass through. Experts, stored one by one, are fused as the library's own conversion mapping says;
-        the fused copy is the only one that stays.
+        the fused copy is the only one that stays. Raises DamagedWeights if some are missing.
         """
         names = sorted(stored, key=dot_natural_key)  # the order of the experts
         plain: dict[str, torch.Tensor] = {}
@@ -144,18 +137,20 @@ class Family:
                 plain[target] = stored[name]
             else:
                 mine = fused.setdefault(target, deepcopy(converter))
-                mine.collected_tensors[pattern].append(stored[name])
+                tensors: list[Any] = mine.collected_tensors[pattern]  # futures, or the tensors themselves
+                tensors.append(stored[name])
         for target, converter in fused.items():
-            converted = converter.convert(target, config=config)
+            try:
+                converted = converter.convert(target, config=config)
+            except (RuntimeError, ValueError) as error:
+                raise DamagedWeights(f"the experts of block {index} do not fit together: {error}") from error
             plain.update(
                 {key: value[0] if isinstance(value, list) else value for key, value in converted.items()}
             )
         return plain
 
     def _target(self, inside: str) -> tuple[str, WeightConverter | None, str]:
-        """For a stored name within a block: the module's name, and what fuses it (with the pattern that
-        matched).
-        """
+        """For a stored name within a block: the module's name, what fuses it, and by which pattern."""
         renamings, converters = _conversions(self.name)
         if not renamings and not converters:
             return inside, None, ""
@@ -167,9 +162,7 @@ class Family:
     # Modules
 
     def build_block(self, config: PreTrainedConfig, index: int) -> torch.nn.Module:
-        """The library's decoder layer `index` on the meta device, in eval mode. `index` decides windows and
-        scales.
-        """
+        """The library's layer on the meta device, in eval mode. Its index decides windows and scales."""
         with torch.device("meta"):
             return self._class(self.block_class)(config, index).eval()
 
@@ -185,9 +178,7 @@ class Family:
         return self._class(self.rotary_class)(config) if self.rotary_class else None
 
     def rotary_kind(self, config: PreTrainedConfig, index: int) -> str | None:
-        """Which rotary embedding block `index` takes: blocks with equal kinds share theirs. None: it takes
-        none.
-        """
+        """Which rotary embedding block `index` takes; equal kinds are the same one. None: it takes none."""
         if self.rotary_class is None:
             return None
         return config.layer_types[index] if self.rotary_per_layer_type else ""
@@ -222,7 +213,7 @@ SUPPORTED: dict[str, Family] = {
         Family(
             name="gemma3_text",
             classes="Gemma3",
-            roots=GEMMA3_ROOTS,
+            roots=LLAMA_ROOTS[:1] + MULTIMODAL_ROOTS + LLAMA_ROOTS[1:],
             rotary_per_layer_type=True,
             scaled_embedding=True,
         ),
@@ -244,9 +235,7 @@ SUPPORTED: dict[str, Family] = {
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of the text decoder: of a multimodal gemma3 its text half, else the configuration
-    itself.
-    """
+    """The configuration of the text decoder: of a multimodal gemma3 its text half, else all of it."""
     return config.text_config if config.model_type == "gemma3" else config
 
 

@@ -201,9 +201,7 @@ class GgufCheckpoint(Checkpoint):
         try:
             return torch.from_numpy(gguf.dequantize(raw.numpy().reshape(end - start, row_bytes), entry.kind))
         except NotImplementedError:
-            raise ModelError(
-                f"{self.path} stores {entry.name} as {entry.kind.name}, which cannot be read"
-            ) from None
+            raise ModelError(f"{self.path} stores {entry.name} as {entry.kind.name}, which cannot be read") from None
 
     def _tokenizer_key(self) -> str:
         """The tokenizer follows from the header and from the library that converts it."""

@@ -1,5 +1,4 @@
-"""Owns the client's part of the model: token embeddings before the first block, final norm and head after the
-last.
+"""Owns the client's part of the model: embeddings before the first block, final norm and head after the last.
 
 It is on the path of every token (in fp32 a fifth of the time of a small model). Knows no blocks, no session,
 no network.
@@ -96,7 +95,7 @@ class Head:
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [N, hidden] -> logits fp32 [N, vocab]. Rows are independent: any sessions may share a call."""
+        """hidden [N, hidden] -> logits fp32 [N, vocab]. Rows are independent: sessions may share a call."""
         normed = self.norm(hidden.to(self.weight.dtype))
         if self.weight.dtype == torch.bfloat16 and self.weight.is_cpu and normed.shape[0] <= WEIGHT_FIRST:
             logits = self.weight.mv(normed[0])[None] if normed.shape[0] == 1 else self.weight.mm(normed.T).T
@@ -104,4 +103,4 @@ class Head:
             logits = F.linear(normed, self.weight)
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits.float().contiguous()
+        return logits.float().contiguous()  # samplers read along the vocabulary

@@ -129,7 +129,7 @@ class _Life:
         self.p2p = p2p
         self._folder = folder  # of its control sockets
         Path(folder.name, _IDENTITY).unlink()  # it has been read
-        self.node: DHTNode = None  # set by `Hive._launch` before anybody else sees this
+        self.node: DHTNode = None  # set by `_Recipe.launch` before anybody else sees this
         self.lost = asyncio.Event()
         self.began = asyncio.get_running_loop().time()
         self._deadlines: set[asyncio.Timeout] = set()
@@ -137,6 +137,9 @@ class _Life:
 
     async def _watch_child(self) -> None:
         await self.p2p._child.wait()  # private, and the only way to know
+        self._lose()
+
+    def _lose(self) -> None:
         self.lost.set()
         now = asyncio.get_running_loop().time()
         for deadline in self._deadlines:
@@ -157,7 +160,7 @@ class _Life:
                     self._deadlines.discard(deadline)
         except TimeoutError:
             if self.lost.is_set():
-                raise DaemonFailed(f"{what}: p2pd died") from None
+                raise DaemonFailed(f"{what}: p2pd has ended") from None
             raise TimedOut(f"{what}: no answer within {timeout_s:.1f} s") from None
         except (P2PDaemonError, P2PHandlerError) as error:
             raise Unreachable(f"{what}: {_reason(error)}") from error
@@ -165,6 +168,7 @@ class _Life:
             raise DaemonFailed(f"{what}: p2pd does not answer ({error})") from error
 
     async def end(self) -> None:
+        self._lose()
         if self.node is not None:
             self.node.is_alive = False  # its handlers end with p2pd; asking it to remove them could hang
         self._watch.cancel()
@@ -245,7 +249,7 @@ class _Recipe:
             elif p2p:
                 await _end(p2p[0])
             folder.cleanup()
-            if isinstance(error, (P2PDaemonError, TimeoutError)):
+            if isinstance(error, (P2PDaemonError, OSError, EOFError, TimedOut, Unreachable)):
                 raise DaemonFailed(f"p2pd did not start: {_reason(error) or 'no answer'}") from error
             raise
         return life

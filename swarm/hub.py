@@ -35,9 +35,7 @@ T = TypeVar("T")
 class HubCheckpoint(DirectoryCheckpoint):
     """A snapshot in the hub's cache, whose missing shards are fetched when needed, all of one commit."""
 
-    def __init__(
-        self, repo_id: str, snapshot: Path, *, cache_dir: Path, allow_download: bool, progress: Progress
-    ):
+    def __init__(self, repo_id: str, snapshot: Path, *, cache_dir: Path, allow_download: bool, progress: Progress):
         self.repo_id = repo_id
         self._allow_download = allow_download
         self._progress = progress
@@ -71,9 +69,7 @@ def open_hub_checkpoint(
         snapshot = _fetch_small_files(repo_id, hub_cache, progress)
         if not _lists_weights(snapshot):  # no index: all in one file, if there are safetensors at all
             fetch_file(repo_id, SINGLE, snapshot, progress)
-    return HubCheckpoint(
-        repo_id, snapshot, cache_dir=cache_dir, allow_download=allow_download, progress=progress
-    )
+    return HubCheckpoint(repo_id, snapshot, cache_dir=cache_dir, allow_download=allow_download, progress=progress)
 
 
 def fetch_file(repo_id: str, file_name: str, snapshot: Path, progress: Progress) -> Path:
@@ -96,9 +92,7 @@ def fetch_file(repo_id: str, file_name: str, snapshot: Path, progress: Progress)
 def _cached_snapshot(repo_id: str, hub_cache: Path | None) -> Path | None:
     """The newest snapshot in the cache, if it has at least a configuration."""
     try:
-        folder = snapshot_download(
-            repo_id, cache_dir=hub_cache, local_files_only=True, allow_patterns=[CONFIG, INDEX]
-        )
+        folder = snapshot_download(repo_id, cache_dir=hub_cache, local_files_only=True, allow_patterns=[CONFIG, INDEX])
     except LocalEntryNotFoundError:
         return None
     except HFValidationError as error:
@@ -108,11 +102,8 @@ def _cached_snapshot(repo_id: str, hub_cache: Path | None) -> Path | None:
 
 def _fetch_small_files(repo_id: str, hub_cache: Path | None, progress: Progress) -> Path:
     def fetch() -> str:
-        # One request that fails soon; what comes after it retries for a long time.
-        sha = _within(ANSWER_WITHIN_S, lambda: HfApi().model_info(repo_id, timeout=ANSWER_WITHIN_S).sha)
         return snapshot_download(
             repo_id,
-            revision=sha,
             cache_dir=hub_cache,
             allow_patterns=list(SMALL_FILES),
             etag_timeout=ANSWER_WITHIN_S,
@@ -127,8 +118,10 @@ def _lists_weights(snapshot: Path) -> bool:
 
 
 def _asking_the_hub(repo_id: str, ask: Callable[[], T]) -> T:
-    """The library's exceptions become ModelNotFound here."""
+    """`ask()`, if the hub answers at all. The library's exceptions become ModelNotFound here."""
     try:
+        # A request that fails soon, for what the library does after it retries for half a minute.
+        _within(ANSWER_WITHIN_S, lambda: HfApi().model_info(repo_id, timeout=ANSWER_WITHIN_S))
         return ask()
     except GatedRepoError:
         raise ModelNotFound(

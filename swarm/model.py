@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -140,7 +140,7 @@ class SwarmModel:
                     banned=client.health.banned(record.peer_id, now),
                 )
             )
-        coverage = client.view.coverage(client.hive.dht_time())
+        coverage = client.view.coverage(client.dht_time())
         return SwarmStatus(peers=tuple(peers), coverage=tuple(coverage))
 
     # -- text ------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class SwarmModel:
 
     async def generate(
         self, prompt: Prompt, *, timeout_s: float | None = None, **settings: Any
-    ) -> AsyncIterator[Token]:
+    ) -> AsyncGenerator[Token, None]:
         """New tokens for a prompt, as they come. `settings`: the fields of GenerationSettings (max_new_tokens,
         temperature, top_k, top_p, repetition_penalty, seed, stop, ...), meant as in `transformers`.
 
@@ -226,7 +226,7 @@ class TextSession:
 
     async def generate(
         self, prompt: Prompt, *, timeout_s: float | None = None, **settings: Any
-    ) -> AsyncIterator[Token]:
+    ) -> AsyncGenerator[Token, None]:
         """Append a prompt to what is held and continue from there; see `SwarmModel.generate`."""
         ids = self.model.encode(prompt)
         async for token in self._generate(ids, GenerationSettings(**_known(settings)), timeout_s):
@@ -234,7 +234,7 @@ class TextSession:
 
     async def _generate(
         self, ids: Sequence[int], settings: GenerationSettings, timeout_s: float | None
-    ) -> AsyncIterator[Token]:
+    ) -> AsyncGenerator[Token, None]:
         model = self.model
         settings = settings.with_model_defaults(model.generation_config)
         stream = generate(
@@ -288,7 +288,7 @@ class Chat:
     async def __aexit__(self, *exc: object) -> None:
         await self.session.__aexit__(*exc)
 
-    async def send(self, text: str, *, timeout_s: float | None = None, **settings: Any) -> AsyncIterator[Token]:
+    async def send(self, text: str, *, timeout_s: float | None = None, **settings: Any) -> AsyncGenerator[Token, None]:
         """Say something, and get the answer token by token. An answer that is broken off stays as far as it came;
         a turn that failed before its first token is as if it had not been said."""
         wanted = GenerationSettings(**_known(settings))
@@ -300,7 +300,7 @@ class Chat:
         begun = False
         stream = session._generate(turn.append, wanted, timeout_s)
         try:
-            async with aclosing(stream) as tokens:  # type: ignore[type-var]
+            async with aclosing(stream) as tokens:
                 async for token in tokens:
                     begun = True
                     answer.append(token.text)

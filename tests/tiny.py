@@ -71,9 +71,7 @@ def make_tiny(
     return folder
 
 
-def tiny_model(
-    family: str, *, layers: int = 4, seed: int = 0, sharp: bool = True, **overrides: Any
-) -> PreTrainedModel:
+def tiny_model(family: str, *, layers: int = 4, seed: int = 0, sharp: bool = True, **overrides: Any) -> PreTrainedModel:
     """The model itself, in float32 and eval mode."""
     settings = {**SMALL, "num_hidden_layers": layers, **EXTRA[family], **overrides}
     if family.startswith("gemma"):  # both kinds of layers, also in a shallow model

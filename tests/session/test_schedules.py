@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import pytest
 
 from peer.seats import Seat
 from peer.sessions import PeerSession, SessionTable
 from swarm.driver import NO_LIMIT, Driver
-from swarm.frames import Frame, FrameType
-from tests.session.virtual import VirtualClient, VirtualNet, VirtualPeer, simulate
+from swarm.frames import Frame
+from tests.session.virtual import VirtualClient, VirtualNet, simulate
 
 VARIANTS = [
     {"speculate": speculate, "timers": timers, "liar": liar}

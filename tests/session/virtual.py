@@ -9,6 +9,7 @@ after a second, so that nothing but the rule itself can free a stuck step.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import heapq
 import random
@@ -161,13 +162,14 @@ class VirtualPeer:
                 case ToLink(link, frame):
                     self.net.send(self.name, str(link), frame)
                 case Run(work):
-                    life = self.life
                     delay = self.net.rng.uniform(0.1, 2)
-                    self.net.at(delay, lambda work=work: self.life == life and self.finish(work))
+                    self.net.at(delay, functools.partial(self.finish, work, self.life))
                 case Reach():
                     pass
 
-    def finish(self, work: Work) -> None:
+    def finish(self, work: Work, life: int) -> None:
+        if self.life != life:
+            return  # it died while it computed
         store = work.seat.store
         assert isinstance(store, DigestStore)
         assert store.position == work.start, "somebody changed a store while it computed"

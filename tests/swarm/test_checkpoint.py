@@ -273,9 +273,7 @@ def test_what_is_neither_path_nor_hub_id(tmp_path, monkeypatch):
 
 def test_a_hub_id_goes_to_the_hub_module(monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(
-        "swarm.hub.open_hub_checkpoint", lambda repo_id, **options: asked.append((repo_id, options))
-    )
+    monkeypatch.setattr("swarm.hub.open_hub_checkpoint", lambda repo_id, **options: asked.append((repo_id, options)))
     open_checkpoint("org/some-model.v2", cache_dir=tmp_path, allow_download=False)
     assert asked[0][0] == "org/some-model.v2"
     assert asked[0][1]["allow_download"] is False and asked[0][1]["cache_dir"] == tmp_path

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import tracemalloc
 from typing import Any
 
@@ -113,19 +114,17 @@ def test_damaged_frames_raise_nothing_but_a_protocol_error(sent, data):
     damaged = bytearray(drain(sender))
     for _ in range(data.draw(st.integers(1, 4))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
-    try:
+    with contextlib.suppress(ProtocolError):
         Connection(SMALL).receive_data(damaged)
-    except ProtocolError:
-        pass
 
 
 def test_a_small_frame_overtakes_bulk_of_another_session_and_not_of_its_own():
     sender, receiver = Connection(SMALL), Connection(SMALL)
     sender.send(bulk(1, 100))
     sender.send(control(1, 7))
-    sender.data_to_send(1)
+    begun = b"".join(sender.data_to_send(1))
     sender.send(control(2, 8))
-    got = receiver.receive_data(drain(sender))
+    got = receiver.receive_data(begun + drain(sender))
     assert [(f.session, f.type) for f in got] == [
         (session(2), FrameType.ACK),
         (session(1), FrameType.STEP),
@@ -187,10 +186,10 @@ def test_too_many_unfinished_bytes_are_refused():
 def test_a_body_that_grows_beyond_its_limit_is_refused_before_its_end():
     receiver = Connection(Limits(tensor_bytes=200))
     parts = parts_of(1, 200)
+    assert receiver.receive_data(b"".join(parts[:3])) == []
     with pytest.raises(ProtocolError, match="more than 200 bytes"):
-        for count, part in enumerate(parts):
-            receiver.receive_data(part)
-    assert count < len(parts) - 1
+        receiver.receive_data(parts[3])
+    assert len(parts) > 10
 
 
 def test_another_frame_amid_the_parts_of_one_is_refused():

@@ -120,9 +120,7 @@ def write_gguf(model: PreTrainedModel, path: Path, *, quantized: bool = False, *
             data = data + 1
         if gpt2 and data.ndim == 2 and ".h." in name:
             data = data.T
-        kind = (
-            gguf.GGMLQuantizationType.Q8_0 if quantized and data.ndim == 2 else gguf.GGMLQuantizationType.F32
-        )
+        kind = gguf.GGMLQuantizationType.Q8_0 if quantized and data.ndim == 2 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(stored, gguf.quantize(np.ascontiguousarray(data), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -158,9 +156,7 @@ def test_a_family_written_as_gguf_comes_back_whole(family, tmp_path):
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     assert loaded.keys() == state.keys() - tied
     for name, tensor in loaded.items():
-        torch.testing.assert_close(
-            tensor, state[name], rtol=1e-6, atol=2e-7
-        )  # gemma's norms: plus and minus one
+        torch.testing.assert_close(tensor, state[name], rtol=1e-6, atol=2e-7)  # gemma's norms: plus and minus one
         assert opened.shape(name) == tuple(tensor.shape)
     ids = torch.arange(10, 40)[None]
     with torch.no_grad():
@@ -194,9 +190,7 @@ def test_smollm2_is_in_every_tensor_what_transformers_reads(smollm2):
 def test_smollm2_speaks_and_stops(smollm2):
     tokenizer = smollm2.tokenizer()
     chat = [{"role": "user", "content": "What is the capital of France?"}]
-    inputs = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     out = smollm2.reference_model().generate(**inputs, max_new_tokens=12, do_sample=False)[0]
     answer = tokenizer.decode(out[inputs["input_ids"].shape[1] :])
     assert "Paris" in answer and answer.endswith("<|im_end|>")
@@ -204,19 +198,30 @@ def test_smollm2_speaks_and_stops(smollm2):
     assert smollm2.generation_config().pad_token_id == 2
 
 
-def test_smollm2_tokenizer_is_that_of_transformers_and_comes_from_the_cache(smollm2, monkeypatch):
-    path = packaged_model("smollm2")
+TEXT = "Hello  wörld <|im_start|>user\n12345 don't <|im_end|>\t\N{GRINNING FACE}"
+
+
+def test_the_tokenizer_is_that_of_transformers_and_then_comes_from_the_cache(tmp_path, monkeypatch):
+    path = write_gguf(tiny_for_gguf("llama", layers=1), tmp_path / "tiny.gguf")
     theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    first = smollm2.tokenizer()
+    opened = open_gguf(path)
+    first = opened.tokenizer()
     monkeypatch.setattr(GgufCheckpoint, "_convert_tokenizer", lambda self: pytest.fail("converted again"))
-    cached = smollm2.tokenizer()
-    text = "Hello  wörld <|im_start|>user\n12345 don't <|im_end|>\t\N{GRINNING FACE}"
-    for tokenizer in (first, cached):
-        assert tokenizer(text).input_ids == theirs(text).input_ids
+    for tokenizer in (first, opened.tokenizer()):
+        assert tokenizer(TEXT).input_ids == theirs(TEXT).input_ids
         assert tokenizer.special_tokens_map == theirs.special_tokens_map
-        assert tokenizer.chat_template == theirs.chat_template
-        assert tokenizer.decode(tokenizer(text).input_ids) == theirs.decode(theirs(text).input_ids)
+        assert tokenizer.chat_template == theirs.chat_template == tiny_tokenizer().chat_template
+        assert tokenizer.decode(tokenizer(TEXT).input_ids) == theirs.decode(theirs(TEXT).input_ids) == TEXT
         assert tokenizer.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+
+
+def test_smollm2_tokenizer(smollm2):
+    """The ids are those that AutoTokenizer gives with transformers 5.24; it takes 4 seconds for it."""
+    for tokenizer in (smollm2.tokenizer(), smollm2.tokenizer()):
+        ids = tokenizer("Hello  wörld <|im_start|>user\n12345 don't").input_ids
+        assert ids == [19556, 216, 267, 29989, 400, 216, 1, 4093, 198, 33, 34, 35, 36, 37, 1326, 982]
+        assert tokenizer.decode(tokenizer(TEXT).input_ids) == TEXT
+        assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")
 
 
 def test_a_tokenizer_without_a_cache_that_can_be_written(tmp_path):
@@ -283,9 +288,7 @@ def add_rope_factors(source: Path, target: Path, factors: np.ndarray) -> Path:
     for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name != "general.architecture":
             kind = field.types[0]
-            writer.add_key_value(
-                name, field.contents(), kind, field.types[-1] if len(field.types) > 1 else None
-            )
+            writer.add_key_value(name, field.contents(), kind, field.types[-1] if len(field.types) > 1 else None)
     writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)

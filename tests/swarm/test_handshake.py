@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import ssl
 from datetime import datetime
@@ -105,7 +106,7 @@ def prepared() -> tuple[Dialling, Answering]:
 
 
 def test_a_hello_for_another_connection_is_refused():
-    """Replayed on another connection (nonce), to another listener, or through a man in the middle (certificate)."""
+    """Replayed on another connection (nonce), to another listener, or through a man in the middle."""
     dialling, _ = prepared()
     hello = dialling.hello(HERE, b"")
     _, other = prepared()
@@ -160,7 +161,7 @@ def test_another_protocol_and_another_version_are_named():
         with pytest.raises(ProtocolError, match="does not speak"):
             machine.receive_data(b"GET / HTTP/1.1\r\n\r\n")
     for machine in pair():
-        with pytest.raises(ProtocolError, match="version 2 .* version 1"):
+        with pytest.raises(ProtocolError, match=r"version 2 .* version 1"):
             machine.receive_data(b"SWRM\x02\x00")
 
 
@@ -185,10 +186,8 @@ def test_an_unknown_or_early_verdict_is_refused(verdict):
 @given(st.binary(max_size=200))
 def test_random_bytes_raise_nothing_but_a_protocol_error(data):
     for machine in (*pair(), *prepared()):
-        try:
+        with contextlib.suppress(ProtocolError):
             machine.receive_data(data)
-        except ProtocolError:
-            pass
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=[vector["name"] for vector in VECTORS])
@@ -255,10 +254,8 @@ def test_other_certificates_are_refused_by_name():
 def test_a_damaged_certificate_raises_nothing_but_a_protocol_error(data):
     damaged = bytearray(MADE)
     damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
-    try:
+    with contextlib.suppress(ProtocolError):
         check_certificate(bytes(damaged), ALICE.peer_id)
-    except ProtocolError:
-        pass
 
 
 MADE, KEY = make_certificate(ALICE)
@@ -270,10 +267,8 @@ def tls(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[ssl.SSLObject, 
     ends = server.wrap_bio(a, b, server_side=True), client.wrap_bio(b, a)
     for _ in range(5):
         for end in (ends[1], ends[0]):
-            try:
+            with contextlib.suppress(ssl.SSLWantReadError):
                 end.do_handshake()
-            except ssl.SSLWantReadError:
-                pass
     return ends
 
 

@@ -394,11 +394,11 @@ async def test_calls_fail_at_once_when_p2pd_dies_and_all_is_back_after_its_resta
                     first.open(second.peer_id, "x", 60.0),
                 )
             ]
-            await until(lambda: len(first._life._deadlines) == len(pending))
+            await until(lambda: len(first._life._deadlines) == 3)
             os.kill(pid, signal.SIGKILL)
             began = time.monotonic()
             for call in pending:
-                with pytest.raises(DaemonFailed, match=r"p2pd (died|does not answer)"):
+                with pytest.raises(DaemonFailed, match=r"p2pd (has ended|does not answer)"):
                     await call
             assert time.monotonic() - began < 2
             assert await first.addresses(30.0) == addresses  # waits for the restart
@@ -541,6 +541,21 @@ async def test_closing_leaves_nothing_behind(founder):
     await until(lambda: not {task for task in asyncio.all_tasks() - tasks if "hive" in repr(task)})
     with pytest.raises(DaemonFailed, match="closed"):
         await hive.fetch([KEY], 5.0)
+
+
+async def test_a_frozen_p2pd_is_ended_by_force():
+    hive = await start()
+    pid = hive.daemon_pid
+    os.kill(pid, signal.SIGSTOP)
+    await until(lambda: stopped(pid))
+    waiting = asyncio.create_task(hive.addresses(60.0))
+    await until(lambda: hive._life._deadlines)
+    closing = asyncio.create_task(hive.close())
+    async with asyncio.timeout(1.0):
+        with pytest.raises(DaemonFailed, match="own addresses: p2pd has ended"):
+            await waiting
+    await closing
+    assert not alive(pid)
 
 
 @pytest.mark.parametrize("run", [uvloop.run, asyncio.run])

@@ -1,4 +1,4 @@
-"""A hub id: the cache is asked first, and the hub only for what is missing. The hub here is a server on loopback."""
+"""A hub id: the cache is asked first, the hub only for what is missing. Its part is played on loopback."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REPO = "org/tiny"
 
 
 class FakeHub:
-    """The three answers of the hub that a download needs, for one repository; `requests` are the paths asked."""
+    """The answers of a hub that a download needs, for one repository; `requests` are the paths asked."""
 
     def __init__(self, folder: Path, repo_id: str = REPO):
         hub, self.requests = self, []
@@ -55,7 +55,7 @@ class FakeHub:
 
     @staticmethod
     def reply(path: str, repo_id: str, files: dict[str, bytes]) -> tuple[bytes | None, dict[str, str]]:
-        if path == f"/api/models/{repo_id}":
+        if path in (f"/api/models/{repo_id}", f"/api/models/{repo_id}/revision/main"):
             return json.dumps({"id": repo_id, "modelId": repo_id, "sha": SHA, "siblings": []}).encode(), {}
         if path == f"/api/models/{repo_id}/tree/{SHA}":
             tree = [
@@ -107,12 +107,9 @@ def use(monkeypatch):
     """Directs the library to another hub."""
 
     def direct(url: str) -> None:
+        template = url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
-        monkeypatch.setattr(
-            huggingface_hub.constants,
-            "HUGGINGFACE_CO_URL_TEMPLATE",
-            url + "/{repo_id}/resolve/{revision}/{filename}",
-        )
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
     return direct
 
@@ -190,7 +187,6 @@ def test_only_the_shards_that_are_needed_are_fetched(model, hub_cache, use, tmp_
         use(hub.url)
         opened = open_tiny(cache_dir=tmp_path, progress=lambda *report: reports.append(report))
         assert opened.tensor_names() == where.keys() and hub.shards_asked() == set()
-        assert "organisation" not in "".join(hub.requests)
         loaded = opened.load(wanted)
         assert hub.shards_asked() == {where[name] for name in wanted} != set(where.values())
         asked = len(hub.requests)
@@ -222,17 +218,13 @@ def test_a_snapshot_without_weights_is_completed(model, hub_cache, use, tmp_path
         assert open_tiny(cache_dir=tmp_path).tensor_names() == shards_of(model).keys()
 
 
-def test_a_shard_that_is_missing_from_the_cache_when_downloads_are_off(
-    model, hub_cache, no_network, tmp_path
-):
+def test_a_shard_that_is_missing_from_the_cache_when_downloads_are_off(model, hub_cache, no_network, tmp_path):
     where = shards_of(model)
     missing = where["model.norm.weight"]
     fill_cache(hub_cache, model, [name for name in names_of(model) if name != missing])
     opened = open_tiny(cache_dir=tmp_path, allow_download=False)
     opened.load([next(name for name in where if where[name] != missing)])
-    with pytest.raises(
-        ModelNotFound, match=f"{missing} of {REPO} is not in the hub's cache, and downloads are off"
-    ):
+    with pytest.raises(ModelNotFound, match=f"{missing} of {REPO} is not in the hub's cache, and downloads are off"):
         opened.load(["model.norm.weight"])
     assert no_network == []
 
@@ -251,8 +243,10 @@ def test_without_a_network_the_answer_comes_at_once_with_advice(hub_cache, no_ne
 def test_a_shard_without_a_network(model, hub_cache, no_network, tmp_path):
     fill_cache(hub_cache, model, [name for name in names_of(model) if not name.endswith(".safetensors")])
     opened = open_tiny(cache_dir=tmp_path)
+    started = time.monotonic()
     with pytest.raises(ModelNotFound, match="cannot be reached"):
         opened.load(["model.norm.weight"])
+    assert time.monotonic() - started < 3
 
 
 def test_offline_mode_is_respected(model, hub_cache, no_network, monkeypatch, tmp_path):

@@ -89,9 +89,7 @@ def test_one_wrong_bit_is_found_and_named(copy, of_base):
     flip_a_bit(opened, name)
     again = open_model(copy)
     check(again, others, of_base)
-    with pytest.raises(
-        DamagedWeights, match=r"model\.layers\.2\.mlp\.down_proj\.weight in .*\.safetensors"
-    ) as caught:
+    with pytest.raises(DamagedWeights, match=r"model\.layers\.2\.mlp\.down_proj\.weight in .*\.safetensors") as caught:
         check(again, [name], of_base)
     assert again.file_of(name).name in str(caught.value)
 
@@ -135,7 +133,7 @@ def test_another_configuration_or_set_of_tensors_is_another_model(copy, of_base)
 
 
 def test_a_gguf_and_the_safetensors_made_from_it_are_two_swarms(tmp_path):
-    """On disk they differ; here it is enough that the bytes as stored go in, not the numbers they stand for."""
+    """What goes in are the bytes as stored, not the numbers that they stand for."""
     gguf_model = open_checkpoint("smollm2", cache_dir=tmp_path / "cache")
     name = "model.layers.0.mlp.up_proj.weight"
     save_file(gguf_model.load([name]), tmp_path / "model.safetensors")
@@ -187,9 +185,7 @@ def test_it_is_computed_once_and_again_when_a_file_changes(copy, tmp_path, monke
     flip_a_bit(opened, "model.norm.weight")
     changed = build(open_model(copy, cache))
     assert len(computed) == len(first.tensors)
-    assert {name for name in first.tensors if changed.tensors[name] != first.tensors[name]} == {
-        "model.norm.weight"
-    }
+    assert {name for name in first.tensors if changed.tensors[name] != first.tensors[name]} == {"model.norm.weight"}
 
 
 def test_a_spoilt_or_unwritable_cache_does_no_harm(copy, tmp_path):
@@ -203,9 +199,7 @@ def test_a_spoilt_or_unwritable_cache_does_no_harm(copy, tmp_path):
     assert build(open_model(copy, tmp_path / "file")) == first
 
 
-@given(
-    config=DIGEST, tensors=st.dictionaries(st.text(min_size=1, max_size=40), DIGEST, min_size=1, max_size=8)
-)
+@given(config=DIGEST, tensors=st.dictionaries(st.text(min_size=1, max_size=40), DIGEST, min_size=1, max_size=8))
 def test_canonical_bytes(config, tensors):
     manifest = Manifest(config_hash=config, tensors=tensors)
     shuffled = Manifest(config_hash=config, tensors=dict(reversed(tensors.items())))

@@ -275,8 +275,14 @@ def test_the_largest_names_fit_an_open_and_more_are_refused_here():
 
 @pytest.mark.parametrize(
     "limits",
-    [{"fragment_bytes": 0}, {"fragment_bytes": 65537}, {"hops": 0}, {"hops": 257}, {"unfinished_frames": 0}]
-    + [{"unfinished_bytes": 64 * 2**20 - 1}],
+    [
+        {"fragment_bytes": 0},
+        {"fragment_bytes": 65537},
+        {"hops": 0},
+        {"hops": 257},
+        {"unfinished_frames": 0},
+        {"unfinished_bytes": 64 * 2**20 - 1},
+    ],
 )
 def test_limits_are_checked_where_they_are_made(limits):
     with pytest.raises(BadInput):

@@ -1,0 +1,133 @@
+"""The packed attention against a plain one written out row by row: windows, caps, scales, groups, chunks."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface
+
+from peer.attention import NAME, Pack, Segment, packed_attention
+from peer.cache import CacheShape, SeatCache
+
+WIDTH = 8
+PASSES = [(5, 0, 1), (1, 7, 1), (1, 1, 6), (4, 1, 0), (1, 1, 1)]  # rows of each of three seats
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def plain(query, keys, values, position, scaling, window, softcap):
+    """One row of one head in float64: query [d], keys and values [S, d]."""
+    first = 0 if window is None else max(0, position - window + 1)
+    scores = keys[first : position + 1].double() @ query.double() * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    return scores.softmax(0) @ values[first : position + 1].double()
+
+
+def run_passes(heads, kv_heads, dtype, passes=PASSES, **options):
+    """Yields (ours, plain), each [rows, heads, d], for each pass. Layer 5 of seats that begin there."""
+    make = torch.Generator().manual_seed(3)
+    shape = CacheShape(kv_heads=kv_heads, head_dim=WIDTH, hidden=4, dtype=dtype, device=torch.device("cpu"))
+    seats = [SeatCache(5, 6, shape) for _ in range(3)]
+    past: list[tuple[Any, Any]] = [(torch.zeros(kv_heads, 0, WIDTH),) * 2 for _ in seats]
+    module: Any = SimpleNamespace(layer_idx=5)
+    scaling = options.pop("scaling", WIDTH**-0.5)
+    for counts in passes:
+        total = sum(counts)
+        # As the library hands them over: rows outermost in memory.
+        query = 2 * torch.randn(1, total, heads, WIDTH, generator=make)
+        key, value = (torch.randn(1, total, kv_heads, WIDTH, generator=make) for _ in range(2))
+        query, key, value = (tensor.to(dtype).transpose(1, 2) for tensor in (query, key, value))
+        segments, expected, offset = [], [], 0
+        for index, count in enumerate(counts):
+            if not count:
+                continue
+            seat, rows = seats[index], slice(offset, offset + count)
+            seat.reserve(seat.position + count)
+            segments.append(Segment(seat, offset, count, seat.position))
+            keys, values = (
+                torch.cat([old, new[0, :, rows].float()], 1) for old, new in zip(past[index], (key, value), strict=True)
+            )
+            past[index] = keys, values
+            for row, head in itertools.product(range(count), range(heads)):
+                group = head // (heads // kv_heads)
+                expected.append(
+                    plain(
+                        query[0, head, offset + row].float(),
+                        keys[group],
+                        values[group],
+                        seat.position + row,
+                        scaling,
+                        options.get("sliding_window"),
+                        options.get("softcap"),
+                    )
+                )
+            offset += count
+        out, nothing = packed_attention(
+            module, query, key, value, None, pack=Pack(segments), scaling=scaling, **options
+        )
+        assert nothing is None and out.shape == (1, total, heads, WIDTH) and out.dtype == dtype
+        yield out[0].double(), torch.stack(expected).view(total, heads, WIDTH)
+        for segment in segments:
+            segment.seat.position = segment.end
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 1, 3, 6])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
+def test_every_row_attends_to_its_own_session_alone(heads, kv_heads, window, softcap, dtype):
+    tolerance = 2e-6 if dtype == torch.float32 else 3e-2
+    for ours, expected in run_passes(heads, kv_heads, dtype, sliding_window=window, softcap=softcap, scaling=0.3):
+        assert (ours - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def test_the_check_is_sharp():
+    """A window off by one, another scale, or no cap are each seen."""
+    for wrong in ({"sliding_window": 4}, {"scaling": 0.33}, {"softcap": None}):
+        right = {"sliding_window": 3, "softcap": 2.0, "scaling": 0.3}
+        pairs = zip(
+            run_passes(6, 2, torch.float32, **right), run_passes(6, 2, torch.float32, **{**right, **wrong}), strict=True
+        )
+        assert max((ours - others).abs().max() for (ours, _), (others, _) in pairs) > 1e-2
+
+
+def test_the_new_keys_and_values_lie_behind_those_held():
+    shape = CacheShape(kv_heads=2, head_dim=WIDTH, hidden=4, dtype=torch.float32, device=torch.device("cpu"))
+    seat = SeatCache(0, 2, shape)
+    module: Any = SimpleNamespace(layer_idx=1)
+    rows = []
+    for count in (3, 1, 2):
+        query = torch.randn(1, 4, count, WIDTH)
+        key, value = torch.randn(1, 2, count, WIDTH), torch.randn(1, 2, count, WIDTH)
+        seat.reserve(seat.position + count)
+        seat.extents(0)[0].fill_(7)
+        packed_attention(module, query, key, value, None, pack=Pack([Segment(seat, 0, count, seat.position)]))
+        seat.position += count
+        rows.append((key[0], value[0]))
+    for held, new in zip(seat.extents(1), zip(*rows, strict=True), strict=True):
+        assert torch.equal(held[:, :6], torch.cat(new, 1))
+    assert (seat.extents(0)[0] == 7).all(), "another layer's keys were touched"
+
+
+def test_a_keyword_that_it_does_not_know_is_an_error():
+    """A family with attention sinks must not run as if it had none."""
+    module: Any = SimpleNamespace(layer_idx=0)
+    rows = torch.zeros(1, 1, 1, WIDTH)
+    sinks: Any = {"s_aux": torch.zeros(1)}
+    with pytest.raises(TypeError, match="s_aux"):
+        packed_attention(module, rows, rows, rows, None, pack=Pack([]), **sinks)
+
+
+def test_the_library_finds_it_by_name():
+    assert AttentionInterface()[NAME] is packed_attention
