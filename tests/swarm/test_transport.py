@@ -311,10 +311,17 @@ async def test_decode_overtakes_bulk_that_waits():
     here, there = Record(), Record()
     async with endpoint(SMALLER, here, "client") as a, endpoint(LARGER, there) as b:
         link = await a.connect(LARGER.peer_id, [await b.listen("127.0.0.1")], 10)
+        reading = there.opened[0]._channel._transport
+        reading.pause_reading()
         for tag in range(4):
             link.send(step(3_000_000, tag, session=b"bulk" * 4))
+        left = 0
+        while link.queued_bytes != left:  # until the way is full
+            left = link.queued_bytes
+            await asyncio.sleep(0.02)
+        assert left > 35_000_000
         link.send(ack(9))
-        assert link.queued_bytes > 40_000_000
+        reading.resume_reading()
         await there.until(lambda: len(there.frames) == 5)
         assert [frame.epoch for _, frame in there.frames] == [9, 0, 1, 2, 3]
 
@@ -390,19 +397,28 @@ async def test_two_that_dial_each_other_at_once_agree_on_one_link(lead_turns):
 
 
 @contextlib.asynccontextmanager
-async def slow_way(address: str, there_s: float, back_s: float) -> AsyncIterator[str]:
-    """Another address for `address`, with a delay each way."""
+async def slow_way(
+    address: str, there_s: float, back_s: float, gate: asyncio.Event | None = None
+) -> AsyncIterator[str]:
+    """Another address for `address`, with a delay each way, and a gate that holds up what goes there."""
     loop, writers = asyncio.get_running_loop(), []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         inner, outer = await asyncio.open_connection(*parse_address(address))
         writers.extend((writer, outer))
-        await asyncio.gather(pump(reader, outer, there_s), pump(inner, writer, back_s))
+        await asyncio.gather(pump(reader, outer, there_s, gate), pump(inner, writer, back_s, None))
 
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
+    async def pump(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float, gate: asyncio.Event | None
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(1 << 16):
-                loop.call_later(delay_s, writer.write, data)
+                if gate is not None:
+                    await asyncio.sleep(delay_s)
+                    await gate.wait()
+                    writer.write(data)
+                else:
+                    loop.call_later(delay_s, writer.write, data)
         loop.call_later(delay_s, writer.close)
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -427,14 +443,37 @@ async def test_two_that_dial_each_other_over_slow_ways_agree_on_one_link(seed):
                 link.send(ack(1))
                 return link
 
-            one, two = await asyncio.gather(
-                dial(a, LARGER, to_b, delays[4]), dial(b, SMALLER, to_a, delays[5])
-            )
+            one, two = await asyncio.gather(dial(a, LARGER, to_b, delays[4]), dial(b, SMALLER, to_a, delays[5]))
             await here.until(lambda: here.frames)
             await there.until(lambda: there.frames)
             await asyncio.sleep(0.08)  # four times the longest way: what was dropped has been heard of
             assert here.lost == there.lost == [] and one.nonce == two.nonce
             assert (here.opened, there.opened) == ([one], [two])
+
+
+async def test_a_hello_that_comes_after_the_other_connection_stands_does_not_displace_it():
+    """The larger id's hello is on its way for so long that the smaller one's dial begins and ends meanwhile."""
+    here, there, gate = Record(), Record(), asyncio.Event()
+    gate.set()
+    async with (
+        endpoint(SMALLER, here) as a,
+        endpoint(LARGER, there) as b,
+        slow_way(await a.listen("127.0.0.1"), 0.05, 0.0, gate) as to_a,
+    ):
+        waiting = asyncio.ensure_future(b.connect(SMALLER.peer_id, [to_a], 10))
+        while not (b._dials and b._dials[SMALLER.peer_id].greeted):  # noqa: ASYNC110  nor a dialler's
+            await asyncio.sleep(0)
+        gate.clear()
+        link = await a.connect(LARGER.peer_id, [await b.listen("127.0.0.1")], 10)
+        assert (await waiting).nonce == link.nonce
+        assert len(a._pending) == 1  # the other connection, whose hello has not come yet
+        gate.set()
+        async with asyncio.timeout(10):
+            while a._pending:  # noqa: ASYNC110  nothing tells a listener's own bookkeeping
+                await asyncio.sleep(0.005)
+        link.send(ack(1))
+        await there.until(lambda: there.frames)
+        assert here.lost == there.lost == [] and here.opened == [link]
 
 
 async def test_who_cannot_dial_is_reached_by_the_other_side():
@@ -446,9 +485,7 @@ async def test_who_cannot_dial_is_reached_by_the_other_side():
     try:
         async with endpoint(SMALLER, here) as a, endpoint(LARGER, there) as b:
             to_a = await a.listen("127.0.0.1")
-            waiting = asyncio.ensure_future(
-                a.connect(LARGER.peer_id, [format_address(*dead.getsockname())], 10)
-            )
+            waiting = asyncio.ensure_future(a.connect(LARGER.peer_id, [format_address(*dead.getsockname())], 10))
             await asyncio.sleep(0)
             link = await b.connect(SMALLER.peer_id, [to_a], 10)
             assert (await waiting).nonce == link.nonce
@@ -457,11 +494,11 @@ async def test_who_cannot_dial_is_reached_by_the_other_side():
 
 
 class Blackhole:
-    """Listens with a peer's own certificate, says the preface, and then holds back its verdict for ever."""
+    """Listens with a peer's own certificate, says the preface or nothing, and never a verdict."""
 
-    def __init__(self, identity: Identity):
-        self._tls = server_context(*make_certificate(identity))
-        self.greeted = asyncio.Event()
+    def __init__(self, identity: Identity, preface: bytes = b"SWRM\x01\x00" + bytes(16) + bytes(32)):
+        self._tls, self._preface = server_context(*make_certificate(identity)), preface
+        self.greeted, self.ended = asyncio.Event(), asyncio.Event()
         self.writers: list[asyncio.StreamWriter] = []
 
     async def __aenter__(self) -> str:
@@ -470,9 +507,12 @@ class Blackhole:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.writers.append(writer)
-        writer.write(b"SWRM\x01\x00" + bytes(16) + bytes(32))
-        await reader.readexactly(7)
-        self.greeted.set()
+        writer.write(self._preface)
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            await reader.readexactly(7)
+            self.greeted.set()
+            await reader.read()
+        self.ended.set()
 
     async def __aexit__(self, *_: object) -> None:
         self.server.close()
@@ -492,6 +532,16 @@ async def test_a_connection_held_back_is_taken_when_ones_own_dial_fails():
         link = await b.connect(SMALLER.peer_id, [to_a], 10)
         assert (await waiting).nonce == link.nonce
         assert here.lost == there.lost == []
+
+
+async def test_the_losers_of_a_race_are_dropped():
+    here, there = Record(), Record()
+    hole = Blackhole(LARGER, preface=b"")
+    async with hole as mute, endpoint(SMALLER, here) as a, endpoint(LARGER, there) as b:
+        link = await a.connect(LARGER.peer_id, [mute, await b.listen("127.0.0.1")], 10)
+        async with asyncio.timeout(5):
+            await hole.ended.wait()
+        assert await link.ping(10) > 0
 
 
 # --- who is not let in, and what cannot be reached ---
@@ -720,9 +770,15 @@ async def test_close_ends_dials_streams_and_links_and_tells_no_handler():
         await a.close()
         with pytest.raises(Unreachable, match="this endpoint was closed"):
             await dial
+        stranger, writer = await raw(await b.listen("127.0.0.1"))
+        await stranger.readexactly(54)
         await there.until(lambda: there.lost)
         await b.close()
         await b.close()  # twice does no harm
+        async with asyncio.timeout(2):  # much less than a handshake's deadline
+            with contextlib.suppress(OSError):
+                assert await stranger.read() == b""
+        writer.transport.abort()
         await asyncio.gather(*mine.tasks)
         silent.close()
         assert here.lost == []

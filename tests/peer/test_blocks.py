@@ -1,0 +1,164 @@
+"""A span is loaded and nothing else, all of it, once; what is not stored is what the library would compute."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from peer.attention import NAME
+from peer.blocks import Blocks, RotaryTables, RowLinear, cache_shape, estimated_block_bytes
+from routing.errors import BadInput, DamagedWeights
+from routing.types import Span
+from swarm.checkpoint import open_checkpoint
+from swarm.families import family_of
+from tests.tiny import FAMILIES, make_tiny
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request, tmp_path_factory):
+    return open_checkpoint(str(make_tiny(request.param, tmp_path_factory.mktemp(request.param))))
+
+
+@pytest.fixture
+def llama(tmp_path):
+    return make_tiny("llama", tmp_path)
+
+
+def test_only_the_span_is_read_each_block_checked_before(checkpoint, monkeypatch):
+    family, available = family_of(checkpoint.config), checkpoint.tensor_names()
+    events: list[tuple[str, tuple[str, ...]]] = []
+    load = type(checkpoint).load
+
+    def spy(self, names, dtype=None):
+        events.append(("load", tuple(names)))
+        return load(self, names, dtype)
+
+    monkeypatch.setattr(type(checkpoint), "load", spy)
+    reports = []
+    Blocks.load(
+        checkpoint,
+        family,
+        Span(1, 3),
+        torch.float32,
+        progress=lambda label, done, total: reports.append((done, total)),
+        check=lambda names: events.append(("check", tuple(names))),
+    )
+    wanted = [family.block_tensors(checkpoint.config, index, available) for index in (1, 2)]
+    assert events == [(what, names) for names in wanted for what in ("check", "load")]
+    assert reports == [(1, 2), (2, 2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_weights_are_all_there_once_and_cost_what_was_said(checkpoint, dtype):
+    family = family_of(checkpoint.config)
+    blocks = Blocks.load(checkpoint, family, Span(1, 4), dtype)
+    for index, (layer, nbytes) in enumerate(zip(blocks.layers, blocks.block_bytes, strict=True), start=1):
+        tensors = [*layer.parameters(), *layer.buffers()]
+        assert not any(tensor.is_meta or tensor.requires_grad for tensor in tensors)
+        assert all(tensor.dtype == dtype for tensor in tensors)
+        # Storages, not shapes: a view into something larger would keep that alive.
+        assert sum(tensor.untyped_storage().nbytes() for tensor in tensors) == nbytes
+        assert nbytes == estimated_block_bytes(checkpoint.config, family, index, dtype)
+    assert blocks.nbytes == sum(blocks.block_bytes)
+    assert blocks.shape == cache_shape(checkpoint.config, family, dtype)
+
+
+def test_the_configuration_given_stays_as_it_is(checkpoint):
+    before = checkpoint.config.to_dict(), checkpoint.config._attn_implementation
+    Blocks.load(checkpoint, family_of(checkpoint.config), Span(0, 1), torch.float32)
+    assert (checkpoint.config.to_dict(), checkpoint.config._attn_implementation) == before
+    assert checkpoint.reference_model().config._attn_implementation != NAME
+
+
+def test_layers_know_their_place(checkpoint):
+    blocks = Blocks.load(checkpoint, family_of(checkpoint.config), Span(2, 4), torch.float32)
+    places = [module.layer_idx for layer in blocks.layers for module in layer.modules() if "layer_idx" in vars(module)]
+    assert set(places) == {2, 3}
+
+
+def test_blocks_that_are_not_there_are_refused(checkpoint):
+    family = family_of(checkpoint.config)
+    with pytest.raises(BadInput, match="4"):
+        Blocks.load(checkpoint, family, Span(3, 5), torch.float32)
+    blocks = Blocks.load(checkpoint, family, Span(1, 3), torch.float32)
+    for entry, exit in ((0, 2), (2, 4), (2, 2)):
+        with pytest.raises(BadInput):
+            blocks.seat(entry, exit)
+
+
+def test_a_tensor_of_another_shape_is_damage(llama):
+    config = json.loads((llama / "config.json").read_text())
+    config["intermediate_size"] += 8
+    (llama / "config.json").write_text(json.dumps(config))
+    checkpoint = open_checkpoint(str(llama))
+    with pytest.raises(DamagedWeights, match=r"mlp.*block 1.*136"):
+        Blocks.load(checkpoint, family_of(checkpoint.config), Span(1, 2), torch.float32)
+
+
+def test_a_missing_tensor_is_damage(llama):
+    tensors = load_file(llama / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = open_checkpoint(str(llama))
+    family = family_of(checkpoint.config)
+    Blocks.load(checkpoint, family, Span(0, 1), torch.float32)
+    with pytest.raises(DamagedWeights, match="up_proj"):
+        Blocks.load(checkpoint, family, Span(0, 2), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotary_tables_are_exactly_the_librarys(checkpoint, dtype):
+    family, config = family_of(checkpoint.config), checkpoint.config
+    rotary = family.rotary(config)
+    kinds = sorted({kind for i in range(4) if (kind := family.rotary_kind(config, i)) is not None})
+    tables = RotaryTables(family, config, kinds, dtype, "cpu")
+    for spans in ([(5, 6)], [(0, 3), (40, 41), (7, 9)], [(700, 703)], [(3, 5), (1500, 1501)]):
+        rows = tables.rows(spans)
+        assert sorted(rows) == kinds
+        for kind in kinds:
+            positions = torch.cat([torch.arange(start, end) for start, end in spans])
+            like = torch.empty(1, 1, dtype=dtype)
+            expected = rotary(like, positions[None], kind) if kind else rotary(like, positions[None])
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(rows[kind], expected, strict=True))
+
+
+def test_gemma3_has_two_kinds_of_rotary_embedding(tmp_path):
+    checkpoint = open_checkpoint(str(make_tiny("gemma3_text", tmp_path)))
+    blocks = Blocks.load(checkpoint, family_of(checkpoint.config), Span(0, 4), torch.float32)
+    assert blocks.rotary_kinds == ("sliding_attention", "full_attention") * 2
+    tables = blocks.rotary.rows([(0, 9)])
+    assert not torch.equal(tables["sliding_attention"][0], tables["full_attention"][0])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 16, 17])
+def test_row_linear_is_linear(rows, bias):
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(24, 40, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
+    ours = RowLinear.sharing(linear)
+    assert ours.weight is linear.weight
+    rows_in = torch.randn(1, rows, 24).to(torch.bfloat16)
+    product = ours(rows_in)
+    exact = F.linear(rows_in.float(), linear.weight.float(), linear.bias.float() if bias else None)
+    assert product.shape == (1, rows, 40) and product.is_contiguous()
+    assert torch.allclose(product.float(), exact, rtol=8e-3, atol=8e-3)
+
+
+def test_bf16_blocks_use_it_and_fp32_blocks_do_not(llama):
+    checkpoint = open_checkpoint(str(llama))
+    for dtype, kind in ((torch.bfloat16, RowLinear), (torch.float32, torch.nn.Linear)):
+        (layer,) = Blocks.load(checkpoint, family_of(checkpoint.config), Span(0, 1), dtype).layers
+        linears = [module for module in layer.modules() if isinstance(module, torch.nn.Linear)]
+        assert len(linears) == 7 and all(type(module) is kind for module in linears)
