@@ -15,9 +15,7 @@ from typing import Any, Protocol, cast
 from routing.errors import BadInput
 from routing.types import PeerId
 
-BUFFER_BYTES = (
-    64 * 1024
-)  # written, not yet on the wire, before `paused`: bulk waits where it can be overtaken
+BUFFER_BYTES = 64 * 1024  # written, not yet on the wire, before `paused`: bulk waits where it can be overtaken
 _READ_BYTES = 256 * 1024
 _CLOSE_S = 1.0  # for the last bytes to leave
 # An idle connection whose other end vanished without a word is gone after two minutes, without any frame.

@@ -120,8 +120,9 @@ class SwarmClient:
         self._tasks.spawn(self._keep_fresh())
         self._tasks.spawn(self._tick())
 
-    async def _join_swarm(self, stack: AsyncExitStack, identity: Identity) -> StreamCarrier:
-        """Sets the directory and its clock; returns what carries streams. The seam for tests without a DHT."""
+    async def _join_swarm(self, stack: AsyncExitStack, identity: Identity) -> StreamCarrier | None:
+        """Sets the directory and its clock; returns what carries streams, if anything does. The seam for tests
+        without a DHT."""
         # A client's libp2p identity is made anew for each process: several may run under one client identity.
         hive = await Hive.start(
             identity=Identity.generate(),

@@ -180,15 +180,11 @@ class Connection:
         session, limits = header.session, self._limits
         if session not in self._unfinished:
             if len(self._unfinished) >= limits.unfinished_frames:
-                raise ProtocolError(
-                    f"more than {limits.unfinished_frames} frames are under way in parts at once"
-                )
+                raise ProtocolError(f"more than {limits.unfinished_frames} frames are under way in parts at once")
             self._unfinished[session] = (header, bytearray())
         first, body = self._unfinished[session]
         if header != first:
-            raise ProtocolError(
-                f"a {header.type.name} frame came amid the parts of a {first.type.name} frame"
-            )
+            raise ProtocolError(f"a {header.type.name} frame came amid the parts of a {first.type.name} frame")
         body += part
         self._unfinished_bytes += len(part)
         limit = limits.body_bytes(header.type)

@@ -140,9 +140,7 @@ class Dial:
         running: set[asyncio.Task[Outbound | str]] = set()
         try:
             while True:
-                untried = [
-                    address for address in self._addresses if self._context.direct and address not in tried
-                ]
+                untried = [address for address in self._addresses if self._context.direct and address not in tried]
                 if untried and (not running or clock() >= next_start):
                     tried.add(untried[0])
                     running.add(self._context.spawn(self._try_address(untried.pop(0))))
@@ -154,9 +152,7 @@ class Dial:
                     return None
                 due = next_start if untried else stream_start if streams else None
                 patience = None if due is None else max(0.0, due - clock())
-                done, running = await asyncio.wait(
-                    running, timeout=patience, return_when=asyncio.FIRST_COMPLETED
-                )
+                done, running = await asyncio.wait(running, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     result = task.result()
                     if isinstance(result, Outbound):

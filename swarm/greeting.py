@@ -84,9 +84,7 @@ class Inbound:
 
     channel: Channel
 
-    def __init__(
-        self, machine: Answering, on_hello: Callable[[Inbound], None], on_gone: Callable[[Inbound], None]
-    ):
+    def __init__(self, machine: Answering, on_hello: Callable[[Inbound], None], on_gone: Callable[[Inbound], None]):
         self.machine = machine
         self.held = self.gone = False  # gone: decided, or lost
         self._on_hello, self._on_gone = on_hello, on_gone

@@ -42,9 +42,7 @@ INSTANCE_BYTES = 16
 ROLES = ("client", "peer")
 SERVER_DOMAIN = b"swarm-tls-server-1"
 CLIENT_DOMAIN = b"swarm-tls-client-1"
-SIGNATURE_OID = x509.ObjectIdentifier(
-    "2.25.180217342718406823107463512809176490213"
-)  # a UUID: no registry needed
+SIGNATURE_OID = x509.ObjectIdentifier("2.25.180217342718406823107463512809176490213")  # a UUID: no registry needed
 
 _PREFACE = struct.Struct("<4sH")  # magic, version; behind the listener's come its instance and a nonce
 _HELLO_LENGTH = struct.Struct("<H")
@@ -206,9 +204,7 @@ class Dialling:
         assert self.nonce is not None and not self._greeted, "the hello follows the listener's preface, once"
         self._greeted = True
         hello = Hello(self._identity.peer_id, self._role, instance, last, b"")
-        signature = self._identity.sign(
-            CLIENT_DOMAIN, _signed(hello, self._wanted, self.nonce, self._binding)
-        )
+        signature = self._identity.sign(CLIENT_DOMAIN, _signed(hello, self._wanted, self.nonce, self._binding))
         body = msgspec.msgpack.encode(msgspec.structs.replace(hello, signature=signature))
         return _HELLO_LENGTH.pack(len(body)) + body
 

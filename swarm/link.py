@@ -35,9 +35,7 @@ class Heartbeat:
     ping_after_s: float = 1.0
     ping_every_s: float = 0.5
     dead_after_s: float = 2.5
-    measure_every_s: float = (
-        5.0  # a ping on a watched link that is not silent, to keep its round trip current
-    )
+    measure_every_s: float = 5.0  # a ping on a watched link that is not silent, to keep its round trip current
 
     def __post_init__(self) -> None:
         if not 0 < self.ping_every_s <= self.ping_after_s < self.dead_after_s or self.measure_every_s <= 0:

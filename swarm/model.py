@@ -20,10 +20,10 @@ import torch
 
 from routing.errors import BadInput, TimedOut
 from routing.types import PeerId, PeerRecord, Route
-from swarm.checkpoint import open_checkpoint
+from swarm.checkpoint import Checkpoint, open_checkpoint
 from swarm.client import ClientConfig, SwarmClient
 from swarm.codec import lossless_codec
-from swarm.families import family_of, text_config
+from swarm.families import Family, family_of, text_config
 from swarm.frames import Codec
 from swarm.generation import GenerationResult, Token, generate
 from swarm.joincode import JoinCode
@@ -101,15 +101,23 @@ class SwarmModel:
     async def __aenter__(self) -> SwarmModel:
         checkpoint = await asyncio.to_thread(open_checkpoint, self._name, progress=self._progress)
         family = family_of(checkpoint.config)
-        client = SwarmClient(checkpoint, family, self._join, self._client_config)
+        client = self._make_client(checkpoint, family)
         tokenizer = asyncio.create_task(asyncio.to_thread(checkpoint.tokenizer))
         try:
             await client.open()
         finally:
             await asyncio.wait([tokenizer])
-        self._client, self.tokenizer = client, tokenizer.result()
-        self.generation_config = checkpoint.generation_config()
+        try:
+            self.tokenizer, self.generation_config = tokenizer.result(), checkpoint.generation_config()
+        except BaseException:
+            await client.close()
+            raise
+        self._client = client
         return self
+
+    def _make_client(self, checkpoint: Checkpoint, family: Family) -> SwarmClient:
+        """The seam for tests whose swarm has no DHT."""
+        return SwarmClient(checkpoint, family, self._join, self._client_config)
 
     async def __aexit__(self, *_: object) -> None:
         await self._client.close()

@@ -239,9 +239,7 @@ class Endpoint:
     def _accept(self, channel: TlsChannel) -> None:
         self._answer(channel, tls_binding(self._certificate))
 
-    async def _serve_stream(
-        self, remote: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def _serve_stream(self, remote: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         assert self._streams is not None
         if self._closing:
             writer.close()
@@ -313,11 +311,7 @@ class Endpoint:
             old = [self._peers[link.remote]] if link.remote in self._peers else []
         else:
             dial = None
-            old = [
-                other
-                for other in self._clients
-                if other.remote == link.remote and other.instance == link.instance
-            ]
+            old = [other for other in self._clients if other.remote == link.remote and other.instance == link.instance]
         for other in old:
             other.lose("replaced by a new connection from the same id")
         if link.role == "peer":

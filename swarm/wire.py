@@ -43,6 +43,7 @@ _LENGTH = struct.Struct("<I")
 _U32 = 2**32
 _TYPES = {int(kind): kind for kind in BODIES} | {int(kind): kind for kind in TENSOR_FRAMES}
 _CODECS = {int(codec): codec for codec in Codec}
+_RANGES = TENSOR_FRAMES | {FrameType.GAP}  # in an ACK, start is a number of positions
 _PADDING = [bytes(-size % 8) for size in range(8)]
 _encode = msgspec.msgpack.Encoder().encode
 _decode_note = msgspec.msgpack.Decoder(StepNote).decode
@@ -105,15 +106,13 @@ def parse_header(data: Any, offset: int, limits: Limits) -> tuple[Header, int, b
     if flags & ~MORE:
         raise ProtocolError(f"a {kind.name} frame has unknown flags {flags:#04x}")
     if length > MAX_FRAGMENT:
-        raise ProtocolError(
-            f"a part of a {kind.name} frame has {length} bytes; at most {MAX_FRAGMENT} are allowed"
-        )
+        raise ProtocolError(f"a part of a {kind.name} frame has {length} bytes; at most {MAX_FRAGMENT} are allowed")
     if flags and not length:
         raise ProtocolError(f"a part of a {kind.name} frame is empty though more is to come")
     codec = _CODECS.get(raw_codec)
     if codec is None:
         raise ProtocolError(f"codec {raw_codec} is not known in version {VERSION}")
-    if start > end:
+    if start > end and kind in _RANGES:
         raise ProtocolError(f"a {kind.name} frame names the positions {start} to {end}")
     if kind in TENSOR_FRAMES:
         if end - start > limits.positions:
@@ -151,7 +150,7 @@ def _encode_tensor(frame: Frame, limits: Limits) -> tuple[bytes, Any]:
         raise BadInput(f"a {kind.name} frame cannot have {positions} positions")
     if len(frame.names) != NAME_BYTES * (positions + 1):
         raise BadInput(f"a {kind.name} frame of {positions} positions needs {positions + 1} names")
-    rows = frame.rows
+    rows = b"" if frame.rows is None else frame.rows
     if not isinstance(rows, bytes):
         rows = memoryview(rows)
         if not rows.c_contiguous:
@@ -172,8 +171,10 @@ def _encode_control(frame: Frame, limits: Limits) -> bytes:
     wanted = BODIES[kind]
     if type(frame.body) is not (wanted or type(None)):
         raise BadInput(f"a {kind.name} frame cannot carry a body of type {type(frame.body).__name__}")
-    if frame.names or len(frame.rows) or frame.codec:
+    if frame.names or frame.codec or (frame.rows is not None and len(frame.rows)):
         raise BadInput(f"a {kind.name} frame carries no names, rows or codec")
+    if kind is FrameType.GAP and frame.start > frame.end:
+        raise BadInput(f"a GAP frame cannot name the positions {frame.start} to {frame.end}")
     if wanted is None:
         return b""
     try:
@@ -306,11 +307,7 @@ def _check_problem(body: Problem, limits: Limits) -> str:
 
 
 def _check_lost(body: Lost, limits: Limits) -> str:
-    return (
-        "its text is too long"
-        if max(len(body.source), len(body.target)) > 64 or len(body.reason) > 4096
-        else ""
-    )
+    return "its text is too long" if max(len(body.source), len(body.target)) > 64 or len(body.reason) > 4096 else ""
 
 
 def _check_probe(body: Probe, limits: Limits) -> str:

@@ -60,12 +60,12 @@ class Tiny:
 
 
 def _block_states(model, layers, tokens):
-    seen = []
-    hooks = []
-    for layer in model.base_model.get_submodule(layers):
-        hooks.append(layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0][0].clone())))
-    last = model.base_model.get_submodule(layers)[-1]
-    hooks.append(last.register_forward_hook(lambda module, inputs, output: seen.append(output[0].clone())))
+    seen: list[torch.Tensor] = []
+    blocks = list(model.base_model.get_submodule(layers))
+    hooks = [
+        block.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0][0].clone())) for block in blocks
+    ]
+    hooks.append(blocks[-1].register_forward_hook(lambda module, inputs, output: seen.append(output[0].clone())))
     model(tokens[None])
     for hook in hooks:
         hook.remove()

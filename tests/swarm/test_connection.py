@@ -12,6 +12,7 @@ from routing.errors import ProtocolError
 from swarm.connection import Connection
 from swarm.frames import Codec, Frame, FrameType, Lost, Probe, StepNote
 from swarm.wire import HEADER_BYTES, Limits
+from tests.session.virtual import simulate
 
 SMALL = Limits(fragment_bytes=64, unfinished_frames=3, unfinished_bytes=64 * 2**20)
 
@@ -85,9 +86,7 @@ def test_frames_sent_while_others_are_under_way_keep_their_order(data):
         for frame in data.draw(st.lists(frames, max_size=3)):
             sender.send(frame)
             sent.append(frame)
-        got += map(
-            plain, receiver.receive_data(b"".join(sender.data_to_send(data.draw(st.integers(1, 400)))))
-        )
+        got += map(plain, receiver.receive_data(b"".join(sender.data_to_send(data.draw(st.integers(1, 400))))))
     got += map(plain, receiver.receive_data(drain(sender)))
     for number in {frame.session for frame in sent}:
         assert [f for f in got if f.session == number] == [f for f in sent if f.session == number]
@@ -258,3 +257,21 @@ def test_large_rows_are_not_copied_until_they_are_written():
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 100_000
+
+
+def test_sessions_heal_over_real_bytes():
+    """Every frame of the session rule's own schedules, faults and all, goes through the wire and comes out usable."""
+    sender, receiver, kinds = Connection(), Connection(), set()
+
+    def carry(frame: Frame) -> Frame:
+        sender.send(frame)
+        (got,) = receiver.receive_data(drain(sender))
+        kinds.add(got.type)
+        return got
+
+    for seed in range(12):
+        truth = list(simulate(seed).tokens)
+        healed = simulate(seed, disturb=True, truth=truth, speculate=seed % 2 == 0, carry=carry)
+        assert healed.finished and healed.tokens == truth
+    ever = {FrameType.OPEN, FrameType.OPENED, FrameType.STEP, FrameType.GAP, FrameType.FILL, FrameType.RESULT}
+    assert kinds >= ever | {FrameType.LOST}

@@ -210,9 +210,7 @@ def test_a_hello_vector(vector):
 # --- the certificate ---
 
 
-def certificate(
-    signature: bytes | None, key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey | None = None
-) -> bytes:
+def certificate(signature: bytes | None, key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey | None = None) -> bytes:
     key = key or ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "swarm")])
     builder = x509.CertificateBuilder(

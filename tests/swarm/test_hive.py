@@ -74,8 +74,7 @@ def alive(pid: int) -> bool:
 
 def stopped(pid: int) -> bool:
     return all(
-        stat.read_text().rpartition(")")[2].split()[0] == "T"
-        for stat in Path(f"/proc/{pid}/task").glob("*/stat")
+        stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in Path(f"/proc/{pid}/task").glob("*/stat")
     )
 
 
@@ -183,9 +182,7 @@ async def test_storing_nodes_refuse_what_the_policy_refuses(founder, member, hos
     victim, now = member._recipe.identity, founder.dht_time()
 
     def signed(identity: Identity = victim, key: str = KEY, **changes) -> bytes:
-        made = record(
-            member, peer_id=identity.peer_id, **{"sequence": 10**15, "expires_at": now + 80} | changes
-        )
+        made = record(member, peer_id=identity.peer_id, **{"sequence": 10**15, "expires_at": now + 80} | changes)
         return encode_record(made, identity=identity, swarm_id=SWARM, key=key)
 
     async def stored(value: object, expires_at: float = now + 80, subkey=victim.peer_id, key=KEY) -> bool:
@@ -193,9 +190,7 @@ async def test_storing_nodes_refuse_what_the_policy_refuses(founder, member, hos
 
     assert await stored(signed())
     thief = hostile._recipe.identity
-    assert not await stored(
-        signed(thief, sequence=10**15 + 1, expires_at=now + 90), now + 90
-    )  # not the signer
+    assert not await stored(signed(thief, sequence=10**15 + 1, expires_at=now + 90), now + 90)  # not the signer
     assert not await stored(signed()[:-1] + b"x", now + 80)
     assert not await stored(signed(sequence=10**15 + 1, expires_at=now + 400), now + 400)  # too far ahead
     assert not await stored(signed(sequence=10**15 + 1), now + 200)  # an expiry that nobody signed
@@ -219,11 +214,25 @@ async def test_one_bad_entry_hides_no_other(founder, hostile):
     true = encode_record(made, identity=honest, swarm_id=SWARM, key=key)
     storage = hostile._life.node.protocol.storage
     for subkey, value in ((honest.peer_id, true), (Identity.generate().peer_id, true), ("x", b"garbage")):
-        storage.store_subkey(
-            DHTID.generate(source=key), subkey, MSGPackSerializer.dumps(value), made.expires_at
-        )
+        storage.store_subkey(DHTID.generate(source=key), subkey, MSGPackSerializer.dumps(value), made.expires_at)
     assert len((await hostile.fetch([key], 5.0))[key]) == 3
     assert (await founder.fetch([key], 5.0))[key] == {honest.peer_id: true}
+
+
+async def test_entries_of_one_key_that_lie_on_several_nodes_are_all_found(founder, member, client):
+    key, peers = block_key(SWARM, BLOCKS + 1), []
+    for holder in (founder, member):
+        identity = Identity.generate()
+        made = replace(
+            record(founder, peer_id=identity.peer_id, span=Span(0, BLOCKS + 2)),
+            sequence=1,
+            expires_at=founder.dht_time() + 60,
+        )
+        value = MSGPackSerializer.dumps(encode_record(made, identity=identity, swarm_id=SWARM, key=key))
+        storage = holder._life.node.protocol.storage
+        storage.store_subkey(DHTID.generate(source=key), identity.peer_id, value, made.expires_at)
+        peers.append(identity.peer_id)
+    assert set((await client.fetch([key], 5.0))[key]) == set(peers)
 
 
 async def test_nothing_to_store_and_keys_that_nobody_has(founder):
@@ -500,9 +509,11 @@ asyncio.run(main())
 """
 
 
-async def test_another_process_with_another_clock_and_its_p2pd_when_it_is_killed():
+async def test_another_process_with_another_clock_and_its_p2pd_when_it_is_killed(tmp_path):
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-W", "ignore", "-c", CHILD, stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-W", "ignore", "-c", CHILD),
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | {"TMPDIR": str(tmp_path)},  # whoever is killed leaves the folder of its sockets
     )
     try:
         async with asyncio.timeout(60):

@@ -118,9 +118,7 @@ def test_every_cut_of_a_vector_is_refused_or_waits():
             except ProtocolError:
                 continue
             # Only rows may be missing, as a whole or by whole elements of the one row.
-            assert frame.type in TENSOR_FRAMES and len(frame.rows) < len(
-                bytes.fromhex(vector["frame"]["rows"])
-            )
+            assert frame.type in TENSOR_FRAMES and len(frame.rows) < len(bytes.fromhex(vector["frame"]["rows"]))
 
 
 def test_rows_start_at_a_multiple_of_eight_bytes_of_the_body():
@@ -179,6 +177,24 @@ def test_a_wrong_frame_is_not_sent(changes, error):
     with pytest.raises(BadInput, match=error):
         connection.send(step(**changes))
     assert connection.queued_bytes == 0 and connection.data_to_send(1000) == []
+
+
+def test_an_ack_carries_its_credits_in_start():
+    ack = Frame(type=FrameType.ACK, session=SESSION, epoch=1, hop=1, start=1024)
+    assert read(written(ack)) == ack
+
+
+def test_a_gap_names_a_range():
+    with pytest.raises(BadInput, match="5 to 4"):
+        written(Frame(type=FrameType.GAP, session=SESSION, start=5, end=4))
+    backwards = bytearray(written(Frame(type=FrameType.GAP, session=SESSION, start=4, end=5)))
+    backwards[24], backwards[28] = 5, 4
+    with pytest.raises(ProtocolError, match="5 to 4"):
+        read(bytes(backwards))
+
+
+def test_rows_that_were_dropped_are_no_rows():
+    assert read(written(step(rows=None))) == step(rows=b"")
 
 
 def test_a_result_holds_rows_from_want_on_only():

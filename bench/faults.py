@@ -1,0 +1,85 @@
+"""Owns the figures of recovery: the hop in use is killed, or frozen, at token 64, while a spare is alive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bench.children import Client, as_run
+from bench.figures import Figure, Run, longest_gap_s
+from bench.setting import Setting
+from swarm.local import LocalPeer, LocalSwarm
+
+TWICE = ("0:15", "15:30", "0:15", "15:30")
+AT = 64
+NEW = 80
+HOPS = {"first hop": 0, "last hop": -1}
+
+
+def stall(setting: Setting) -> list[Figure]:
+    """SIGKILL; between two runs the dead peer comes back under its identity, and the client sees it again."""
+    figures = []
+    with setting.swarm(TWICE) as swarm, setting.client(swarm) as client:
+        expected = _expected(setting, client)
+        for words, hop in HOPS.items():
+            runs = []
+            for _ in range(setting.rounds):
+                run, victim = _disturbed(setting, swarm, client, hop, LocalPeer.kill)
+                runs.append(run)
+                _bring_back(swarm, victim)
+                client.wait_for_peers(len(TWICE))
+            figures += _figures(f"SIGKILL of the {words}", runs, expected)
+    return figures
+
+
+def freeze(setting: Setting) -> list[Figure]:
+    """SIGSTOP of the last hop; it is thawed after the run."""
+    runs = []
+    with setting.swarm(TWICE) as swarm, setting.client(swarm) as client:
+        expected = _expected(setting, client)
+        for _ in range(setting.rounds):
+            run, victim = _disturbed(setting, swarm, client, HOPS["last hop"], LocalPeer.freeze)
+            runs.append(run)
+            victim.thaw()
+            client.wait_for_peers(len(TWICE))
+    return _figures("SIGSTOP of the last hop", runs, expected)
+
+
+def _expected(setting: Setting, client: Client) -> Run:
+    """Undisturbed, by the local model; the client has warmed up with a few tokens, as everywhere."""
+    setting.warm(client, [setting.prompt(0)])
+    return setting.local.generate(setting.prompt(0), NEW)
+
+
+def _disturbed(
+    setting: Setting, swarm: LocalSwarm, client: Client, hop: int, harm: Callable[[LocalPeer], None]
+) -> tuple[Run, LocalPeer]:
+    """One generation; as soon as token 64 is there, the peer that serves that hop of the route is harmed."""
+    client.send(client.request([setting.prompt(0)], NEW, tell_at=AT))
+    route = client.next()["route"]
+    victim = next(peer for peer in swarm.peers if peer.alive and peer.peer_id == route[hop])
+    harm(victim)
+    try:
+        return as_run(client.next()["runs"][0]), victim
+    except BaseException:
+        victim.thaw()
+        raise
+
+
+def _bring_back(swarm: LocalSwarm, victim: LocalPeer) -> None:
+    """The founder may be the one that died: who comes back enters through a peer that lives."""
+    swarm.join_code = next(peer.facts["join_code"] for peer in swarm.peers if peer.alive)
+    swarm.add(victim.span, identity=victim.log.stem)
+
+
+def _figures(words: str, runs: list[Run], expected: Run) -> list[Figure]:
+    usual = 1e3 * (expected.times[-1] - expected.times[0]) / (len(expected.times) - 1)
+    return [
+        Figure.of_median(
+            f"stall after {words} at token {AT}", "s", [longest_gap_s(run) for run in runs],
+            f"longest time between two of {NEW} tokens; a local one takes {usual:.0f} ms",
+        ),
+        Figure.of_sum(
+            f"equal to local after {words}", f"of {len(runs)} runs", [run.ids == expected.ids for run in runs],
+            "token for token",
+        ),
+    ]  # fmt: skip

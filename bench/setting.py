@@ -1,0 +1,79 @@
+"""Owns what the parts of a benchmark share: the yardstick's process, the prompts, swarms with a client. Cleans all up."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from bench.children import Client, LocalModel
+from bench.prompts import PROMPTS, long_ids
+from swarm.local import LocalSwarm
+
+WARM_TOKENS = 8
+
+
+class Setting:
+    """`with Setting(...)`: whatever it started has ended afterwards."""
+
+    def __init__(self, model: str, rounds: int):
+        self.model, self.rounds = model, rounds
+        self._stack = ExitStack()
+        self._folder: Path
+        self._local: LocalModel | None = None
+        self._prompts: list[list[int]] = []
+
+    def __enter__(self) -> Setting:
+        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        self._stack.callback(self.end_local)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def local(self) -> LocalModel:
+        """The yardstick; it starts when it is first wanted, and then does nothing between its turns."""
+        if self._local is None:
+            self._local = LocalModel(self.model, self._folder)
+        return self._local
+
+    def end_local(self) -> None:
+        """Before memory is measured: pages that it shares with a peer would not be counted in full."""
+        if self._local is not None:
+            self._local.close()
+            self._local = None
+
+    def prompt(self, index: int) -> list[int]:
+        """Token ids of a prompt of about 40 tokens."""
+        if not self._prompts:
+            self._prompts = self.local.encode(PROMPTS)
+        return self._prompts[index % len(self._prompts)]
+
+    def long_prompt(self, length: int, turn: int) -> list[int]:
+        return long_ids([self.prompt(index) for index in range(len(PROMPTS))], length, turn)
+
+    def warm(self, client: Client, prompts: Sequence[Sequence[int]]) -> None:
+        """The same few tokens on both sides, which count for nothing: the first run of a process pays for memory
+        and caches that later ones find ready."""
+        for prompt in prompts:
+            self.local.generate(prompt, WARM_TOKENS)
+            client.generate(prompt, WARM_TOKENS)
+
+    @contextmanager
+    def swarm(self, spans: Sequence[str]) -> Iterator[LocalSwarm]:
+        """fp32, one torch thread a peer, loopback."""
+        with LocalSwarm(self.model, spans, threads=1, dtype="float32") as swarm:
+            yield swarm
+
+    @contextmanager
+    def client(self, swarm: LocalSwarm) -> Iterator[Client]:
+        client = Client(self.model, swarm.join_code, self._folder)
+        try:
+            yield client
+        finally:
+            client.close()

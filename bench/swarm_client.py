@@ -1,0 +1,94 @@
+"""`python -m bench.swarm_client MODEL CODE`: the subject. The public `SwarmModel`, told by JSON lines what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from statistics import median
+from typing import Any
+
+import torch
+import uvloop
+
+from routing.errors import SwarmError
+from swarm.model import SwarmModel
+from swarm.session import StepTrace
+
+POLL_S = 0.2
+
+
+async def main() -> None:
+    torch.set_num_threads(1)
+    async with SwarmModel.connect(sys.argv[1], join=sys.argv[2], threads=1) as model:
+        say({"event": "ready"})
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            request = json.loads(line)
+            try:
+                say(await (generate(model, request) if request["do"] == "generate" else wait(model, request)))
+            except (SwarmError, TimeoutError) as error:
+                say({"event": "failed", "error": f"{type(error).__name__}: {error}"})
+            except BaseExceptionGroup as group:
+                errors, rest = group.split(SwarmError)
+                if errors is None or rest is not None:
+                    raise
+                first = errors.exceptions[0]
+                say({"event": "failed", "error": f"{type(first).__name__}: {first}"})
+
+
+async def generate(model: SwarmModel, request: dict[str, Any]) -> dict[str, Any]:
+    """All prompts side by side, each in a session of its own, opened within the time that is measured."""
+    async with asyncio.TaskGroup() as group:
+        runs = [group.create_task(one(model, prompt, request)) for prompt in request["prompts"]]
+    return {"event": "done", "runs": [run.result() for run in runs]}
+
+
+async def one(model: SwarmModel, prompt: Sequence[int] | str, request: dict[str, Any]) -> dict[str, Any]:
+    ids: list[int] = []
+    times: list[float] = []
+    began = time.monotonic()
+    async with model.session() as session:
+        stream = session.generate(
+            prompt, timeout_s=request["timeout_s"], max_new_tokens=request["new"], do_sample=False, ignore_eos=True
+        )
+        async with aclosing(stream) as tokens:
+            async for token in tokens:
+                ids.append(token.id)
+                times.append(token.at_s)
+                if len(ids) == request["tell_at"]:
+                    assert session.route is not None
+                    say({"event": "reached", "route": [hop.peer_id for hop in session.route]})
+        return {"began": began, "ids": ids, "times": times, "spent_ms": spent_ms(session.traces)}
+
+
+def spent_ms(traces: Sequence[StepTrace]) -> dict[str, float]:
+    """Where the median decode step's time went, over all hops."""
+    steps = [trace for trace in traces if trace.tokens == 1]
+    if not steps:
+        return {}
+    return {
+        "step": 1e3 * median(step.total_s for step in steps),
+        "compute": 1e3 * median(sum(hop.compute_s for hop in step.hops) for step in steps),
+        "queue": 1e3 * median(sum(hop.queue_s for hop in step.hops) for step in steps),
+        "network": 1e3 * median(sum(hop.network_s for hop in step.hops) for step in steps),
+    }
+
+
+async def wait(model: SwarmModel, request: dict[str, Any]) -> dict[str, Any]:
+    async with asyncio.timeout(request["timeout_s"]):
+        while True:
+            status = await model.status()
+            if sum(peer.rtt_s is not None for peer in status.peers) >= request["peers"]:
+                return {"event": "done"}
+            await asyncio.sleep(POLL_S)
+
+
+def say(facts: dict[str, Any]) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

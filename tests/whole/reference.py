@@ -1,0 +1,58 @@
+"""What one process computes locally with `transformers`, and the design's clause on exactness ("Exactness")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+NEAR_TIE = 1e-3
+"""Where the two best logits are closer than this, another order of additions may choose the other token."""
+
+
+class Reference:
+    """The local model in `folder`, and answers that it has given."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32):
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self.ties = 0
+        self._greedy: dict[tuple[int, ...], list[int]] = {}
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer(text).input_ids
+
+    @torch.inference_mode()
+    def generate(self, ids: Sequence[int], **settings: Any) -> list[int]:
+        """New tokens by transformers' own `generate`."""
+        prompt = torch.tensor([list(ids)])
+        out = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
+        return out[0, len(ids) :].tolist()
+
+    def greedy(self, ids: Sequence[int], count: int) -> list[int]:
+        """With end-of-text tokens ignored."""
+        known = self._greedy.get(tuple(ids), [])
+        if len(known) < count:
+            known = self.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=None)
+            self._greedy[tuple(ids)] = known
+        return known[:count]
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """Teacher-forced, fp32 [len(ids), vocab]."""
+        return self.model(torch.tensor([list(ids)])).logits[0].float()
+
+    def check(self, ids: Sequence[int], tokens: Sequence[int], count: int) -> None:
+        """`tokens` are the `count` greedy ones after `ids`; or they part where the best two are as good as equal."""
+        expected = self.greedy(ids, count)
+        assert len(tokens) == count, f"{len(tokens)} tokens came, {count} were wanted"
+        if list(tokens) == expected:
+            return
+        at = next(i for i, pair in enumerate(zip(tokens, expected, strict=True)) if pair[0] != pair[1])
+        best, second = self.logits([*ids, *expected[:at]])[-1].topk(2).values.tolist()
+        assert best - second < NEAR_TIE, f"other tokens from {at} on (the best two are {best - second:.4f} apart)"
+        self.ties += 1
+        print(f"a near tie at token {at}: the two best logits are {best - second:.1e} apart")
