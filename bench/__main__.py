@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
+from rich.text import Text
 
 from bench import faults, process, speed
 from bench.children import ChildFailed
@@ -77,19 +78,20 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def table(figures: list[Figure]) -> Table:
+def table(figures: list[Figure]) -> Group:
+    """A line a figure; what was done stands below, numbered, so that the table fits 80 columns."""
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.add_column("figure")
     shown.add_column("value", justify="right", no_wrap=True)
-    shown.add_column("unit", no_wrap=True)
+    shown.add_column("unit")
     shown.add_column("lowest .. highest", no_wrap=True)
-    shown.add_column("note", style="dim")
+    shown.add_column("note", justify="right", no_wrap=True)
+    notes: dict[str, int] = {}
     for figure in figures:
-        shown.add_row(
-            figure.figure, _short(figure.value), figure.unit,
-            f"{_short(min(figure.runs))} .. {_short(max(figure.runs))}", figure.note,
-        )  # fmt: skip
-    return shown
+        number = notes.setdefault(figure.note, len(notes) + 1) if figure.note else ""
+        spread = f"{_short(min(figure.runs))} .. {_short(max(figure.runs))}"
+        shown.add_row(figure.figure, _short(figure.value), figure.unit, spread, str(number))
+    return Group(shown, *(Text(f"{number:>2}  {note}", style="dim") for note, number in notes.items()))
 
 
 def _short(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Owns the processes that measure: one for the local model, one for the swarm's client, each with JSON lines in and out.
+"""Owns the processes that measure: the local model, and the swarm's client. JSON lines go in and out.
 
 Both run apart from this process, so that neither the client's event loop nor the orchestration disturbs what is
 measured, and so that this process holds no torch: memory that it shared with a peer would make the peer look small.

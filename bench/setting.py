@@ -1,4 +1,4 @@
-"""Owns what the parts of a benchmark share: the yardstick's process, the prompts, swarms with a client. Cleans all up."""
+"""Owns what the parts share: the yardstick's process, the prompts, swarms with a client. Cleans all of it up."""
 
 from __future__ import annotations
 

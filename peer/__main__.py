@@ -14,7 +14,6 @@ from typing import Annotated
 import typer
 import uvloop
 
-
 from routing.types import Span
 from swarm.terminal import Console, guarded, setup_logging
 
@@ -34,7 +33,9 @@ Example:  swarm serve smollm2 --blocks 0:15
 @app.command(help=EXAMPLE)
 def serve(
     model: Annotated[str, typer.Argument(help="directory, .gguf file, hub id, or smollm2")],
-    join: Annotated[str | None, typer.Option(help="join code of the swarm; without it a new swarm begins")] = None,
+    join: Annotated[
+        str | None, typer.Option(help="join code of the swarm (-: read from stdin); without it a new swarm begins")
+    ] = None,
     blocks: Annotated[
         str | None, typer.Option(metavar="A:B", help="blocks to serve; without it the least covered that fit")
     ] = None,
@@ -59,6 +60,11 @@ def serve(
     setup_logging(verbose)
     with guarded(console):
         from peer.config import PeerConfig  # torch takes a second to import: not before --help
+
+        if join == "-":
+            import peer.node  # noqa: F401  the slow part, while whoever gives the code may not have it yet
+
+            join = sys.stdin.readline().strip()
 
         config = PeerConfig(
             model=model,

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from peer.announcer import Announcer
 from peer.blocks import Blocks, estimated_block_bytes
@@ -61,16 +63,29 @@ class Node:
     def __init__(self, config: PeerConfig, progress: Progress = silent):
         self.config, self._progress = config, progress
         self._stack = AsyncExitStack()
+        self._key_path: Path
+        self._identity: Identity
+        self._thread: ComputeThread
+        self._checkpoint: Checkpoint
+        self._family: Family
+        self._n_blocks = 0
+        self._manifest: manifests.Manifest
+        self._fingerprint = b""
+        self._hive: Hive
+        self._directory: Directory
+        self._span: Span
         self._service: Service
         self._announcer: Announcer
-        self._span: Span
         self._state = PeerState.JOINING
         self._addresses: tuple[str, ...] = ()
         self.serving: Serving
 
     async def __aenter__(self) -> Node:
         async with AsyncExitStack() as stack:
-            await self._open(stack)
+            self._take_identity(stack)
+            self._thread = await stack.enter_async_context(ComputeThread(threads=self.config.threads))
+            blocks = await self._join_and_load(stack)
+            await self._serve(stack, blocks)
             self._stack = stack.pop_all()
         return self
 
@@ -81,85 +96,142 @@ class Node:
         """Keep the record alive until cancelled."""
         await self._announcer.run()
 
-    async def _open(self, stack: AsyncExitStack) -> None:
-        config = self.config
-        path = stack.enter_context(held(config.identity_path) if config.identity_path else free_peer_key())
-        if path is None:
-            raise BadInput(f"another process uses the identity {config.identity_path}")
-        identity = await asyncio.to_thread(Identity.load_or_create, path)
-        thread = await stack.enter_async_context(ComputeThread(threads=config.threads))
-        join = JoinCode.parse(config.join) if config.join else None
-        hive_task = asyncio.create_task(self._start_hive(identity, join)) if join else None
-        try:
-            checkpoint = await asyncio.to_thread(open_checkpoint, config.model, progress=self._progress)
-            family = family_of(checkpoint.config)
-            if join is None or hive_task is None:
-                manifest = await asyncio.to_thread(manifests.build, checkpoint, self._progress)
-                fingerprint = manifests.fingerprint(manifest)
-                hive_task = asyncio.create_task(self._start_hive(identity, None, fingerprint))
-            else:
-                fingerprint = join.fingerprint
-            if config.blocks is not None and join is None:
-                # The span is known: load while p2pd starts.
-                self._span = _checked(config.blocks, family.n_blocks(text_config(checkpoint.config)))
-                blocks = await thread.run(self._load, checkpoint, family, self._span, None)
-                hive = await hive_task
-                stack.push_async_callback(hive.close)
-            else:
-                hive = await hive_task
-                stack.push_async_callback(hive.close)
-                if join is not None:
-                    manifest = await fetch_manifest(hive, join, JOIN_S)
-                directory = self._directory(hive, identity, fingerprint, checkpoint, family, path)
-                self._span = await self._choose(directory, hive, checkpoint, family)
-                blocks = await thread.run(self._load, checkpoint, family, self._span, manifest)
-        except BaseException:
-            if hive_task is not None and not hive_task.done():
-                hive_task.cancel()
-                await asyncio.gather(hive_task, return_exceptions=True)
-            elif hive_task is not None and not hive_task.cancelled() and hive_task.exception() is None:
-                await hive_task.result().close()
-            raise
-        await self._serve(stack, identity, thread, hive, checkpoint, family, blocks, manifest, path)
+    # -- start -----------------------------------------------------------------------------------------------
 
-    async def _serve(self, stack, identity, thread, hive, checkpoint, family, blocks, manifest, path) -> None:
+    def _take_identity(self, stack: AsyncExitStack) -> None:
+        wanted = self.config.identity_path
+        path = stack.enter_context(held(wanted) if wanted else free_peer_key())
+        if path is None:
+            raise BadInput(f"another process uses the identity {wanted}")
+        self._key_path, self._identity = path, Identity.load_or_create(path)
+
+    async def _join_and_load(self, stack: AsyncExitStack) -> Blocks:
+        """Join or begin the swarm, and load the blocks; p2pd starts while the model is read."""
+        join = JoinCode.parse(self.config.join) if self.config.join else None
+        starting = Starting(self._start_hive(join.bootstrap, join.fingerprint)) if join else None
+        async with AsyncExitStack() as failed:
+            if starting:
+                failed.push_async_callback(starting.undo)
+            await asyncio.to_thread(self._open_model)
+            if join is None or starting is None:
+                return await self._found(stack)
+            self._fingerprint = join.fingerprint
+            self._hive = await starting.result()
+            failed.pop_all()
+        stack.push_async_callback(self._hive.close)
+        self._manifest = await fetch_manifest(self._hive, join, JOIN_S)
+        self._directory = self._open_directory()
+        self._span = await self._choose()
+        return await self._thread.run(self._load, self._check)
+
+    async def _found(self, stack: AsyncExitStack) -> Blocks:
+        """Begin a swarm: the whole checkpoint is here, and its manifest names the swarm."""
+        self._manifest = await asyncio.to_thread(manifests.build, self._checkpoint, self._progress)
+        self._fingerprint = manifests.fingerprint(self._manifest)
+        self._span = await self._choose()
+        starting = Starting(self._start_hive((), self._fingerprint))
+        async with AsyncExitStack() as failed:
+            failed.push_async_callback(starting.undo)
+            blocks = await self._thread.run(self._load, None)
+            self._hive = await starting.result()
+            failed.pop_all()
+        stack.push_async_callback(self._hive.close)
+        self._directory = self._open_directory()
+        return blocks
+
+    def _open_model(self) -> None:
+        self._checkpoint = open_checkpoint(self.config.model, progress=self._progress)
+        self._family = family_of(self._checkpoint.config)
+        self._n_blocks = self._family.n_blocks(text_config(self._checkpoint.config))
+
+    async def _start_hive(self, bootstrap: Sequence[str], fingerprint: bytes) -> Hive:
         config = self.config
-        speed = await thread.run(measure, blocks)
-        budget = CacheBudget(config.cache_bytes or int(CACHE_SHARE * free_memory()))
-        self._service = Service(me=identity.peer_id, blocks=blocks, budget=budget, thread=thread, speed=speed)
-        stack.push_async_callback(self._service.close)
-        endpoint = await stack.enter_async_context(
-            Endpoint(
-                identity=identity,
-                role="peer",
-                handler=self._service,
-                heartbeat=config.heartbeat,
-                streams=hive,
-                direct=config.direct,
-            )
+        return await Hive.start(
+            identity=self._identity,
+            bootstrap=bootstrap,
+            host=config.host,
+            port=config.dht_port,
+            record_policy=RecordPolicy(fingerprint),
+            startup_timeout_s=config.startup_timeout_s,
+            daemon=config.daemon,
         )
+
+    def _open_directory(self) -> Directory:
+        sequences = Sequences.beside(self._key_path)
+        return Directory(self._hive, self._identity, self._fingerprint, self._n_blocks, sequences=sequences)
+
+    async def _choose(self) -> Span:
+        """The span asked for, else the least covered that fits; a founder knows that nothing is covered yet."""
+        wanted = self.config.blocks
+        if wanted is not None:
+            if wanted.end > self._n_blocks:
+                raise BadInput(f"there are no blocks {wanted}: the model has {self._n_blocks}")
+            return wanted
+        view, now = View({}, self._n_blocks), 0.0
+        if self.config.join:
+            now = self._hive.dht_time()
+            for record in await self._directory.refresh():
+                view = apply(view, RecordSeen(record))
+        config = self._checkpoint.config
+        some = range(0, self._n_blocks, max(1, self._n_blocks // 4))
+        block_bytes = max(estimated_block_bytes(config, self._family, i, self.config.torch_dtype) for i in some)
+        capacity = min(self._n_blocks, blocks_that_fit(block_bytes, free_memory()))
+        return least_covered_span(view, self._n_blocks, capacity, now)
+
+    def _check(self, names: Sequence[str]) -> None:
+        """Tensors of a swarm that was joined must be those of its manifest; a founder's have just made it."""
+        manifests.check(self._checkpoint, names, self._manifest)
+
+    def _load(self, check: Callable[[Sequence[str]], None] | None) -> Blocks:
+        config = self.config
+        return Blocks.load(
+            self._checkpoint,
+            self._family,
+            self._span,
+            config.torch_dtype,
+            config.device,
+            self._progress,
+            check=check,
+        )
+
+    async def _serve(self, stack: AsyncExitStack, blocks: Blocks) -> None:
+        config, hive, peer_id = self.config, self._hive, self._identity.peer_id
+        speed = await self._thread.run(measure, blocks)
+        budget = CacheBudget(config.cache_bytes or int(CACHE_SHARE * free_memory()))
+        self._service = Service(me=peer_id, blocks=blocks, budget=budget, thread=self._thread, speed=speed)
+        stack.push_async_callback(self._service.close)
+        endpoint = Endpoint(
+            identity=self._identity,
+            role="peer",
+            handler=self._service,
+            heartbeat=config.heartbeat,
+            streams=hive,
+            direct=config.direct,
+        )
+        await stack.enter_async_context(endpoint)
         if config.direct:
             listening = await endpoint.listen(config.host, config.port)
             self._addresses = config.announce or local_addresses(listening)
         self._service.start(endpoint)
-        await hive.serve_blob(MANIFEST, lambda: manifests.to_bytes(manifest))
-        fingerprint = manifests.fingerprint(manifest)
-        directory = self._directory(hive, identity, fingerprint, checkpoint, family, path)
-        self._announcer = Announcer(directory, self.record, config.renew_s)
+        manifest = manifests.to_bytes(self._manifest)
+        await hive.serve_blob(MANIFEST, lambda: manifest)
+        self._announcer = Announcer(self._directory, self.record, config.renew_s)
         self._state = PeerState.SERVING
         await self._announcer.announce()
         stack.push_async_callback(self._announcer.leave)
         hive.on_restart.append(self._announce_again)
-        code = JoinCode(bootstrap=tuple(await hive.addresses()), fingerprint=fingerprint)
+        code = JoinCode(bootstrap=tuple(await hive.addresses()), fingerprint=self._fingerprint)
         self.serving = Serving(
-            peer_id=identity.peer_id,
+            peer_id=peer_id,
             span=self._span,
-            n_blocks=family.n_blocks(text_config(checkpoint.config)),
+            n_blocks=self._n_blocks,
             join_code=code.encode(),
             address=", ".join(self._addresses) or "only through the swarm's own network",
             weights_bytes=blocks.nbytes,
             cache_positions=self._positions(budget.limit_bytes),
         )
+
+    # -- what others see -------------------------------------------------------------------------------------
 
     async def _announce_again(self) -> None:
         self._announcer.renew_soon()
@@ -182,46 +254,18 @@ class Node:
     def _positions(self, nbytes: int) -> int:
         return nbytes // self._service.blocks.shape.position_bytes(len(self._span))
 
-    async def _start_hive(self, identity: Identity, join: JoinCode | None, fingerprint: bytes = b"") -> Hive:
-        config = self.config
-        return await Hive.start(
-            identity=identity,
-            bootstrap=join.bootstrap if join else (),
-            host=config.host,
-            port=config.dht_port,
-            record_policy=RecordPolicy(join.fingerprint if join else fingerprint),
-            startup_timeout_s=config.startup_timeout_s,
-            daemon=config.daemon,
-        )
 
-    def _directory(self, hive, identity, fingerprint, checkpoint, family, path) -> Directory:
-        n_blocks = family.n_blocks(text_config(checkpoint.config))
-        return Directory(hive, identity, fingerprint, n_blocks, sequences=Sequences.beside(path))
+class Starting:
+    """A hive that starts meanwhile. Unless its result is taken, `undo` leaves nothing of it."""
 
-    async def _choose(self, directory: Directory, hive: Hive, checkpoint: Checkpoint, family: Family) -> Span:
-        n_blocks = family.n_blocks(text_config(checkpoint.config))
-        if self.config.blocks is not None:
-            return _checked(self.config.blocks, n_blocks)
-        view = View({}, n_blocks)
-        for record in await directory.refresh():
-            view = apply(view, RecordSeen(record))
-        block_bytes = max(
-            estimated_block_bytes(checkpoint.config, family, index, self.config.torch_dtype)
-            for index in range(0, n_blocks, max(1, n_blocks // 4))
-        )
-        capacity = min(n_blocks, blocks_that_fit(block_bytes, free_memory()))
-        return least_covered_span(view, n_blocks, capacity, hive.dht_time())
+    def __init__(self, work: Coroutine[Any, Any, Hive]):
+        self._task = asyncio.create_task(work)
 
-    def _load(self, checkpoint: Checkpoint, family: Family, span: Span, manifest: manifests.Manifest | None) -> Blocks:
-        """With the manifest of a swarm that was joined, each tensor is checked; a founder's has just been built."""
-        check: Callable | None = None
-        if manifest is not None:
-            check = lambda names: manifests.check(checkpoint, names, manifest)  # noqa: E731
-        config = self.config
-        return Blocks.load(checkpoint, family, span, config.torch_dtype, config.device, self._progress, check=check)
+    async def result(self) -> Hive:
+        return await self._task
 
-
-def _checked(span: Span, n_blocks: int) -> Span:
-    if span.end > n_blocks:
-        raise BadInput(f"there are no blocks {span}: the model has {n_blocks}, so the last span is up to {n_blocks}")
-    return span
+    async def undo(self) -> None:
+        self._task.cancel()
+        for hive in await asyncio.gather(self._task, return_exceptions=True):
+            if isinstance(hive, Hive):
+                await hive.close()

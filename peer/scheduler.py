@@ -42,15 +42,16 @@ class Scheduler:
     def add(self, work: Work) -> None:
         self._queues.setdefault(work.seat, deque()).append(work)
 
-    def next_pass(self) -> list[Work]:
-        """Takes the works of the next pass out of the queue; empty if nothing waits.
+    def next_pass(self, most_decode: int | None = None) -> list[Work]:
+        """Takes the works of the next pass out of the queue; empty if nothing waits. `most_decode` bounds its
+        decode steps, those that wait longest first.
 
         A work is never split, so the first chunk of prefill runs even if it alone is over the budget: no work
         waits for ever.
         """
         self._passes += 1
         heads = [queue[0] for queue in self._queues.values()]
-        chosen = [work for work in heads if _positions(work) <= self.config.decode_most]
+        chosen = [work for work in heads if _positions(work) <= self.config.decode_most][:most_decode]
         budget = self.config.prefill_beside if chosen else self.config.prefill_alone
         chunks = [work for work in heads if _positions(work) > self.config.decode_most]
         # The sort is stable: among equals, the longest waiting first.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from swarm.transport import Endpoint
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25
+ACTIVE_S = 2.0  # a session that was heard of within this time will be heard of soon
 DIAL_S = 5.0
 MOST_QUEUED = 256  # frames for a peer that is being dialled
 SMOOTHING = 0.1  # of a new measurement
@@ -234,7 +236,7 @@ class Service:
         while True:
             await self._ready.wait()
             self._ready.clear()
-            while works := self._scheduler.next_pass():
+            while works := self._scheduler.next_pass(self._decode_share()):
                 ready = [work for work in works if self._make_room(work)]
                 if not ready:
                     continue
@@ -243,6 +245,16 @@ class Service:
                 self.passes += 1
                 self._learn(ready, begun, seconds)
                 self._finish(done, begun, seconds)
+
+    def _decode_share(self) -> int:
+        """How many decode steps one pass takes. In a chain of h hops only one of h groups of sessions can be here at
+        a time: taken all in one pass they would stay one lump, and each hop would idle while another computes."""
+        now, share = time.monotonic(), 0.0
+        for session in self.table.sessions.values():
+            if session.route and now - session.heard_at < ACTIVE_S:
+                here = sum(hop.peer_id == self.me for hop in session.route)
+                share += max(1, here) / len(session.route)
+        return max(1, math.ceil(share))
 
     def _make_room(self, work: Work) -> bool:
         """Claim memory for the positions to come, taking it from idle sessions if need be."""

@@ -127,7 +127,7 @@ class SwarmClient:
         hive = await Hive.start(
             identity=Identity.generate(),
             bootstrap=self.join.bootstrap,
-            host=_listen_host(self.join.bootstrap),
+            host=listen_host(self.join.bootstrap),
             record_policy=RecordPolicy(self.join.fingerprint),
             client=True,
         )
@@ -342,7 +342,7 @@ async def fetch_manifest(hive: Hive, join: JoinCode, timeout_s: float) -> manife
     raise problem
 
 
-def _listen_host(bootstrap: Sequence[str]) -> str:
+def listen_host(bootstrap: Sequence[str]) -> str:
     """Loopback only where the swarm is on this machine; else any address, of the family that the swarm uses."""
     hosts = [ipaddress.ip_address(a.split("/")[2]) for a in bootstrap if a.split("/")[1] in ("ip4", "ip6")]
     if not hosts:

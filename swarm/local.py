@@ -10,6 +10,7 @@ Peers end with this process, however it ends: each leaves when its standard inpu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -18,13 +19,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from routing.errors import StartError, TimedOut
 from routing.types import Span
 
+CODE_FOLLOWS = "-"  # as a join code: the peer reads it from its standard input when it is ready for it
 START_S = 120.0
 LEAVE_S = 10.0
 
@@ -69,6 +71,13 @@ class LocalPeer:
             raise TimedOut(f"the peer for blocks {self.span} did not serve within {timeout_s:g} s")
         raise StartError(f"the peer for blocks {self.span} ended: {self.log.read_text()[-2000:]}")
 
+    def give_code(self, join_code: str) -> None:
+        """To a peer that was started without one."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended; `wait_serving` says why
+            self.process.stdin.write(join_code + "\n")
+            self.process.stdin.flush()
+
     def kill(self) -> None:
         """SIGKILL: no goodbye."""
         self.process.kill()
@@ -93,7 +102,10 @@ class LocalPeer:
 
 
 class LocalSwarm:
-    """Peers for the given spans, one process each; the first begins the swarm, the others join it."""
+    """Peers for the given spans, one process each; the first begins the swarm, the others join it.
+
+    All are started at once: the others make ready while the first begins the swarm, and get the join code from it.
+    """
 
     def __init__(
         self,
@@ -105,13 +117,18 @@ class LocalSwarm:
         host: str = "127.0.0.1",
         options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        progress: Callable[[str], object] | None = None,
     ):
-        """`options` are further options of `swarm serve`, for all peers; `environment` is added to this one's."""
+        """`options` are further options of `swarm serve`, for all peers; `environment` is added to this one's.
+
+        `progress` is called with a line for people as the start gets on: `print`, for example.
+        """
         self.model, self.spans, self.host = model, [str(span) if span else None for span in spans], host
         self._options = ["--host", host, "--dtype", dtype, *options]
         if threads is not None:
             self._options += ["--threads", str(threads)]
         self._environment = {**os.environ, **(environment or {})}
+        self._progress = progress or _silent
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self.peers: list[LocalPeer] = []
         self.join_code = ""
@@ -138,12 +155,18 @@ class LocalSwarm:
     def start(self) -> None:
         """Raises StartError, TimedOut."""
         self._folder = tempfile.TemporaryDirectory(prefix="swarm-")
+        since = time.monotonic()
+        self._progress(f"starting {len(self.spans)} peers; the first begins the swarm, the others join it")
         founder = self.launch(self.spans[0])
+        others = [self._launch(span, join=CODE_FOLLOWS) for span in self.spans[1:]]
         founder.wait_serving()
         self.join_code = founder.facts["join_code"]
-        others = [self.launch(span) for span in self.spans[1:]]
         for peer in others:
-            peer.wait_serving()
+            peer.give_code(self.join_code)
+        for peer in (founder, *others):
+            if peer is not founder:
+                peer.wait_serving()
+            self._progress(f"{peer.peer_id[-6:]} serves blocks {peer.facts['span']} after {peer.served_at - since:.1f} s")
 
     def add(self, span: str | None = None, *, identity: str | None = None) -> LocalPeer:
         """One more peer; returns when it serves."""
@@ -153,6 +176,9 @@ class LocalSwarm:
 
     def launch(self, span: str | None, *, identity: str | None = None) -> LocalPeer:
         """Start a peer process without waiting. `identity` names a key: the same name is the same peer again."""
+        return self._launch(span, join=self.join_code, identity=identity)
+
+    def _launch(self, span: str | None, *, join: str, identity: str | None = None) -> LocalPeer:
         assert self._folder is not None
         folder = Path(self._folder.name)
         name = identity or f"peer-{len(self.peers)}"
@@ -160,8 +186,8 @@ class LocalSwarm:
         command += ["--identity", str(folder / f"{name}.key")]
         if span:
             command += ["--blocks", span]
-        if self.join_code:
-            command += ["--join", self.join_code]
+        if join:
+            command += ["--join", join]
         log = folder / f"{name}.log"
         with log.open("a") as errors:
             process = subprocess.Popen(
@@ -187,3 +213,7 @@ class LocalSwarm:
 
     def by_id(self, peer_id: str) -> LocalPeer:
         return next(peer for peer in self.peers if peer.facts.get("peer_id") == peer_id)
+
+
+def _silent(line: str) -> None:
+    pass

@@ -26,6 +26,7 @@ from peer.cache import CacheBudget
 from peer.capacity import Speed
 from peer.service import Service
 from peer.sessions import SessionLimits
+from routing.cost import Costs
 from routing.errors import TimedOut, Unreachable
 from routing.types import PeerId, PeerRecord, PeerState, Span
 from swarm.checkpoint import Checkpoint, open_checkpoint
@@ -39,7 +40,7 @@ from swarm.joincode import JoinCode
 from swarm.link import Link
 from swarm.model import SwarmModel
 from swarm.progress import silent
-from swarm.session import SessionConfig
+from swarm.session import SessionConfig, StepTrace
 from swarm.transport import Endpoint, Heartbeat, StreamCarrier
 
 T = TypeVar("T")
@@ -161,11 +162,10 @@ class MemoryDirectory:
 class MemoryCarrier:
     """Streams over socket pairs between the event loops of this process."""
 
-    def __init__(self, peer_id: PeerId, net: dict[PeerId, MemoryCarrier]):
-        self.peer_id, self._net, self._loop = peer_id, net, asyncio.get_running_loop()
+    def __init__(self, swarm: InProcessSwarm, peer_id: PeerId, net: dict[PeerId, MemoryCarrier]):
+        self.peer_id, self._swarm, self._net, self._loop = peer_id, swarm, net, asyncio.get_running_loop()
         self._handlers: dict[str, Callable[..., Awaitable[None]]] = {}
         self._serving: set[asyncio.Task[None]] = set()
-        self.opened = 0
         net[peer_id] = self
 
     async def open(
@@ -176,7 +176,7 @@ class MemoryCarrier:
             raise Unreachable(f"no stream to {peer_id}")
         here, there = socket.socketpair()
         target._loop.call_soon_threadsafe(target._accept, self.peer_id, protocol, there)
-        self.opened += 1
+        self._swarm.streams_opened += 1
         return await asyncio.open_connection(sock=here)
 
     async def serve(self, protocol: str, handler: Callable[..., Awaitable[None]]) -> None:
@@ -301,6 +301,7 @@ class InProcessSwarm:
         self.directory = MemoryDirectory()
         self.peers: list[InProcessPeer] = []
         self.net: dict[PeerId, MemoryCarrier] | None = {} if streams or not direct else None
+        self.streams_opened = 0
         self._keys = tempfile.TemporaryDirectory(prefix="swarm-")
         self._sequence = 0
 
@@ -352,7 +353,7 @@ class InProcessSwarm:
 
     def carrier(self, peer_id: PeerId) -> MemoryCarrier | None:
         """Call it on the loop of the process that it is for."""
-        return None if self.net is None else MemoryCarrier(peer_id, self.net)
+        return None if self.net is None else MemoryCarrier(self, peer_id, self.net)
 
     def by_id(self, peer_id: PeerId) -> InProcessPeer:
         """The newest of that identity."""
@@ -362,19 +363,28 @@ class InProcessSwarm:
     def living(self) -> list[InProcessPeer]:
         return [peer for peer in self.peers if peer.alive]
 
-    def model(self, *, client: str = "client", wire: str | None = None, **options: Any) -> InProcessModel:
-        """A model whose client identity is named `client`. `options`: of SessionConfig, and `heartbeat`,
-        `refresh_s` of ClientConfig."""
-        own = {key: options.pop(key) for key in ("heartbeat", "refresh_s") if key in options}
+    def model(
+        self,
+        *,
+        client: str = "client",
+        wire: str | None = None,
+        heartbeat: Heartbeat | None = None,
+        refresh_s: float = 3600.0,
+        learns: bool = False,
+        **session: Any,
+    ) -> InProcessModel:
+        """A model whose client identity is named `client`. `session`: of SessionConfig. Unless it `learns`, all peers
+        and links count as equally fast, so that the same swarm gives the same route."""
         config = ClientConfig(
             dtype=self.dtype,
             threads=1,
             direct=self.direct,
             identity_path=Path(self._keys.name) / f"{client}.key",
-            **{"heartbeat": self.heartbeat, **own},
+            refresh_s=refresh_s,
+            heartbeat=heartbeat or self.heartbeat,
         )
         codec = lossless_codec(getattr(torch, wire) if wire else self.dtype)
-        return InProcessModel(self, config, SessionConfig(codec=codec, **options))
+        return InProcessModel(self, config, SessionConfig(codec=codec, **session), learns)
 
     async def all_closed(self, timeout_s: float = 5.0) -> None:
         """Waits until no living peer holds a session or memory of one."""
@@ -387,9 +397,18 @@ class InProcessSwarm:
 class InProcessClient(SwarmClient):
     """A client whose directory is a dictionary."""
 
-    def __init__(self, swarm: InProcessSwarm, *args: Any):
+    def __init__(self, swarm: InProcessSwarm, learns: bool, *args: Any):
         super().__init__(*args)
-        self._swarm = swarm
+        self._swarm, self._learns = swarm, learns
+
+    def learn(self, trace: StepTrace) -> None:
+        if self._learns:
+            super().learn(trace)
+
+    async def probe(self) -> None:
+        await super().probe()
+        if not self._learns:
+            self.costs = Costs()
 
     async def _join_swarm(self, stack: AsyncExitStack, identity: Identity) -> StreamCarrier | None:
         self._directory = self._swarm.directory  # type: ignore[assignment]
@@ -403,12 +422,14 @@ class InProcessClient(SwarmClient):
 class InProcessModel(SwarmModel):
     client: InProcessClient
 
-    def __init__(self, swarm: InProcessSwarm, client: ClientConfig, session: SessionConfig):
+    def __init__(self, swarm: InProcessSwarm, client: ClientConfig, session: SessionConfig, learns: bool):
         super().__init__(str(swarm.folder), CODE, client, session, silent)
-        self._swarm = swarm
+        self._swarm, self._learns = swarm, learns
 
     def _make_client(self, checkpoint: Checkpoint, family: Family) -> SwarmClient:
-        self.client = InProcessClient(self._swarm, checkpoint, family, self._join, self._client_config)
+        self.client = InProcessClient(
+            self._swarm, self._learns, checkpoint, family, self._join, self._client_config
+        )
         return self.client
 
 

@@ -1,0 +1,314 @@
+"""Where the time of a session went: rows for tables, and figures for notebooks.
+
+Owns the reading of `session.traces` and `session.recoveries`: the time of each token, divided among hops, client and
+recovery. Plain functions of that data; knows no network and no clock. matplotlib (the extra `notebook`) is imported
+when the first figure is drawn. Times are in seconds, figures show milliseconds.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from statistics import median
+from typing import TYPE_CHECKING
+
+from routing.errors import BadInput, StartError
+from routing.types import Hop, PeerId, Route
+from swarm.render import HopTimes, milliseconds, short_id
+from swarm.session import HopTrace, Recovery, StepTrace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette: told apart by people with any colour vision (https://jfly.uni-koeln.de/color/).
+PEER_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
+RECOVERY_COLOUR = "#D55E00"
+CLIENT_COLOUR = "#999999"
+CLIENT_NAME = "client"
+NETWORK_ALPHA = 0.4
+QUEUE_HATCH = "...."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenTime:
+    """One step of a session: the time since the step before it ended, and where it went. The parts add up."""
+
+    number: int  # 1 for the first step, which brings the first token
+    tokens: int  # sent in this step: many for a prompt, 1 for each token after it
+    begin_s: float  # monotonic clock
+    total_s: float
+    hops: tuple[tuple[Hop, float], ...]  # queue, compute and network of each
+    recovery_s: float  # a change of route: noticing, finding another, replaying what the new peer had not got
+    client_s: float  # the model's head, sampling, and the caller's own code
+
+    @property
+    def end_s(self) -> float:
+        return self.begin_s + self.total_s
+
+
+def token_times(traces: Sequence[StepTrace], recoveries: Sequence[Recovery] = ()) -> list[TokenTime]:
+    """One entry a step. A step that begins with a prompt counts from when it was sent: what went before it was the
+    caller's time to think."""
+    changes = [recovery.at_s for recovery in recoveries if recovery.before is not None]
+    times: list[TokenTime] = []
+    for number, trace in enumerate(traces, 1):
+        begin = trace.at_s if trace.tokens > 1 or not times else times[-1].end_s
+        total = trace.at_s + trace.total_s - begin
+        disturbed = any(begin < at <= begin + total for at in changes)
+        # What the network is said to have taken of a disturbed step is what nothing else explains: the recovery.
+        hops = tuple((hop.hop, _busy(hop) + (0.0 if disturbed else hop.network_s)) for hop in trace.hops)
+        in_hops = sum(seconds for _, seconds in hops)
+        client = min(trace.at_s - begin, max(0.0, total - in_hops))
+        rest = max(0.0, total - in_hops - client)
+        times.append(
+            TokenTime(
+                number=number,
+                tokens=trace.tokens,
+                begin_s=begin,
+                total_s=total,
+                hops=hops,
+                recovery_s=rest if disturbed else 0.0,
+                client_s=client if disturbed else client + rest,
+            )
+        )
+    return times
+
+
+def by_route(traces: Sequence[StepTrace]) -> list[list[StepTrace]]:
+    """The steps in order, cut where the route changed."""
+    return [list(steps) for _, steps in groupby(traces, key=lambda trace: tuple(hop.hop for hop in trace.hops))]
+
+
+def hop_times(traces: Sequence[StepTrace]) -> tuple[HopTimes, ...]:
+    """The median of each hop for one token, on the route of the last step: what `render.route_table` shows.
+
+    Steps with a prompt are left out, unless there are no others. No steps: no hops.
+    """
+    steps = _last_route(traces)
+    columns = zip(*(step.hops for step in steps), strict=True)
+    return tuple(
+        HopTimes(
+            hop=hops[0].hop,
+            network_s=median(hop.network_s for hop in hops),
+            queue_s=median(hop.queue_s for hop in hops),
+            compute_s=median(hop.compute_s for hop in hops),
+        )
+        for hops in columns
+    )
+
+
+def hop_figure(traces: Sequence[StepTrace]) -> Figure:
+    """One bar a hop of the last route, and one for the client: median milliseconds of one token, by kind of work.
+
+    Raises BadInput if there is no step, StartError without matplotlib.
+    """
+    hops = hop_times(traces)
+    if not hops:
+        raise _nothing()
+    singles = [step for step in token_times(traces) if step.tokens == 1]
+    client_ms = 1e3 * median(step.client_s for step in singles) if singles else 0.0
+    figure, axes = _figure(1.3 + 0.55 * (len(hops) + 1))
+    colours = _colours(hop.hop.peer_id for hop in hops)
+    for row, hop in enumerate(hops):
+        _hop_bar(axes, row, hop, colours[hop.hop.peer_id])
+    axes.barh(len(hops), client_ms, height=0.6, color=CLIENT_COLOUR)
+    totals = [*(1e3 * (hop.total_s or 0.0) for hop in hops), client_ms]
+    for row, total in enumerate(totals):
+        axes.annotate(f"{milliseconds(total / 1e3)} ms", (total, row), (4, 0), textcoords="offset points", va="center")
+    names = [f"{number}.  {_hop_name(hop.hop)}" for number, hop in enumerate(hops, 1)]
+    axes.set_yticks(range(len(totals)), [*names, CLIENT_NAME])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.15 * max(totals) or 1.0)
+    axes.set_xlabel("milliseconds (median)")
+    count = len(_last_route(traces))
+    _title(axes, f"One token, hop by hop: {sum(totals):.0f} ms", f"median of {count} step{'s' * (count > 1)}")
+    figure.legend(handles=_kinds(), loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def token_figure(
+    traces: Sequence[StepTrace], recoveries: Sequence[Recovery] = (), marks: Mapping[str, float] | None = None
+) -> Figure:
+    """One bar a token: milliseconds since the token before, stacked by hop; changes of route are labelled.
+
+    The first token of a prompt is told in the title only: it takes as long as many others. `marks` are moments to
+    point out, on the clock of `time.monotonic`: `{"peer killed": killed_at}`.
+    Raises BadInput if no token came after a prompt, StartError without matplotlib.
+    """
+    everything = token_times(traces, recoveries)
+    times = [step for step in everything if step.tokens == 1]
+    if not times:
+        raise _nothing()
+    figure, axes = _figure(4.2)
+    _stack(axes, times)
+    top = 1e3 * max(step.total_s for step in times)
+    axes.set_ylim(0, 1.08 * top)
+    axes.set_xlim(times[0].number - 1, times[-1].number + 1)
+    axes.set_xlabel("token")
+    axes.set_ylabel("milliseconds since the token before")
+    routes = {at: recovery.after for recovery in recoveries if (at := _when(times, recovery)) is not None}
+    for step, route in routes.items():
+        _label_stall(axes, times, step, route)
+    _draw_marks(axes, times, marks or {})
+    middle = milliseconds(median(step.total_s for step in times))
+    longest = milliseconds(max(step.total_s for step in times))
+    _title(axes, f"Each token: {middle} ms (median), {longest} ms (longest)", _first_token(everything[0]), pad=20)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+# -- reading ---------------------------------------------------------------------------------------------------
+
+
+def _busy(hop: HopTrace) -> float:
+    return hop.queue_s + hop.compute_s
+
+
+def _last_route(traces: Sequence[StepTrace]) -> list[StepTrace]:
+    """The steps on the route of the last one, those of one token if there are any."""
+    if not traces:
+        return []
+    steps = by_route(traces)[-1]
+    return [step for step in steps if step.tokens == 1] or steps
+
+
+def _when(times: Sequence[TokenTime], recovery: Recovery) -> int | None:
+    """The index of the token that the recovery held up. None: it was not one of these."""
+    return _index_at(times, recovery.at_s) if recovery.before is not None else None
+
+
+def _index_at(times: Sequence[TokenTime], at_s: float) -> int | None:
+    return next((index for index, step in enumerate(times) if step.begin_s < at_s <= step.end_s), None)
+
+
+def _first_token(first: TokenTime) -> str:
+    if first.tokens == 1:
+        return ""
+    return f"first token after {milliseconds(first.total_s)} ms (prompt of {first.tokens} tokens)"
+
+
+def _hop_name(hop: Hop) -> str:
+    return f"{short_id(hop.peer_id)}, blocks {hop.entry}:{hop.exit}"
+
+
+def _nothing() -> BadInput:
+    return BadInput("there is nothing to draw yet", advice="Generate some tokens in this session first.")
+
+
+# -- drawing ---------------------------------------------------------------------------------------------------
+
+
+@cache
+def _figure_class() -> type[Figure]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise StartError(
+            "figures need matplotlib", advice="Install it: pip install 'swarm-runtime[notebook]'."
+        ) from error
+
+    class ShownFigure(Figure):
+        """Shows itself as the value of a notebook's cell, without pyplot and without its global state."""
+
+        def _repr_png_(self) -> bytes:
+            out = io.BytesIO()
+            self.savefig(out, format="png", dpi=100)
+            return out.getvalue()
+
+    return ShownFigure
+
+
+def _figure(height: float) -> tuple[Figure, Axes]:
+    """Inches; the width is that of a notebook's column."""
+    figure = _figure_class()(figsize=(9.0, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _title(axes: Axes, text: str, detail: str, pad: float = 6) -> None:
+    axes.set_title(text, loc="left", fontweight="bold", fontsize=11, pad=pad)
+    axes.set_title(detail, loc="right", fontsize=9, color="#444444", pad=pad)
+
+
+def _colours(peers: Iterator[PeerId]) -> dict[PeerId, str]:
+    """By order of appearance."""
+    return {peer: PEER_COLOURS[index % len(PEER_COLOURS)] for index, peer in enumerate(dict.fromkeys(peers))}
+
+
+def _hop_bar(axes: Axes, row: int, hop: HopTimes, colour: str) -> None:
+    left = 0.0
+    for seconds, style in (
+        (hop.compute_s, {}),
+        (hop.queue_s, {"hatch": QUEUE_HATCH, "edgecolor": "white"}),
+        (hop.network_s, {"alpha": NETWORK_ALPHA}),
+    ):
+        width = 1e3 * (seconds or 0.0)
+        axes.barh(row, width, left=left, height=0.6, color=colour, linewidth=0, **style)
+        left += width
+
+
+def _kinds() -> list:
+    from matplotlib.patches import Patch
+
+    dark = "#444444"
+    return [
+        Patch(facecolor=dark, label="compute"),
+        Patch(facecolor=dark, hatch=QUEUE_HATCH, edgecolor="white", linewidth=0, label="queue"),
+        Patch(facecolor=dark, alpha=NETWORK_ALPHA, linewidth=0, label="network"),
+        Patch(facecolor=CLIENT_COLOUR, label="client: head, sampling, printing"),
+    ]
+
+
+def _stack(axes: Axes, times: Sequence[TokenTime]) -> None:
+    """A series a peer, from the bottom: the hops in order, the recovery, the client."""
+    numbers = [step.number for step in times]
+    floor = [0.0] * len(times)
+
+    def add(values: list[float], colour: str, label: str, hatch: str = "") -> None:
+        heights = [1e3 * value for value in values]
+        axes.bar(
+            numbers, heights, width=0.8, bottom=floor, color=colour, label=label, hatch=hatch, edgecolor="white",
+            linewidth=0,
+        )  # fmt: skip
+        floor[:] = [low + height for low, height in zip(floor, heights, strict=True)]
+
+    colours = _colours(hop.peer_id for step in times for hop, _ in step.hops)
+    for peer_id, colour in colours.items():
+        hops = dict.fromkeys(hop for step in times for hop, _ in step.hops if hop.peer_id == peer_id)
+        spans = ", ".join(f"{hop.entry}:{hop.exit}" for hop in hops)
+        shares = [sum(seconds for hop, seconds in step.hops if hop.peer_id == peer_id) for step in times]
+        add(shares, colour, f"{short_id(peer_id)}, blocks {spans}")
+    if any(step.recovery_s for step in times):
+        add([step.recovery_s for step in times], RECOVERY_COLOUR, "recovery", hatch="////")
+    add([step.client_s for step in times], CLIENT_COLOUR, CLIENT_NAME)
+
+
+def _label_stall(axes: Axes, times: Sequence[TokenTime], index: int, route: Route) -> None:
+    """Beside the top of the bar, on the side with more room."""
+    step = times[index]
+    text = f"{milliseconds(step.total_s)} ms\nnew route:\n" + "\n".join(_hop_name(hop) for hop in route)
+    side = 1 if index < len(times) / 2 else -1
+    axes.annotate(
+        text, (step.number + 0.5 * side, 1e3 * step.total_s), (6 * side, 0), textcoords="offset points", fontsize=9,
+        va="top", ha="left" if side > 0 else "right",
+    )  # fmt: skip
+
+
+def _draw_marks(axes: Axes, times: Sequence[TokenTime], marks: Mapping[str, float]) -> None:
+    """A line before the bar of the token that was on its way; labels stand above the axes."""
+    labels: dict[int, list[str]] = {}
+    for label, at_s in marks.items():
+        index = _index_at(times, at_s)
+        if index is not None:
+            labels.setdefault(times[index].number, []).append(label)
+    for number, names in labels.items():
+        axes.axvline(number - 0.5, color="black", linestyle="--", linewidth=1.2)
+        axes.annotate(
+            ", ".join(names), (number - 0.5, 1.0), (0, 3), xycoords=("data", "axes fraction"),
+            textcoords="offset points", ha="center", va="bottom", fontsize=9,
+        )  # fmt: skip
