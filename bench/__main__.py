@@ -42,7 +42,8 @@ def main() -> None:
     options = _options()
     every = PARTS | LONG_PARTS
     names = options.only or list(every if options.all else PARTS)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # as an exception: everything is cleaned up
     console = Console(highlight=False)
     figures: list[Figure] = []
     failed = False

@@ -24,7 +24,7 @@ from bench.figures import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 START_S = 120.0
-ANSWER_S = 120.0
+ANSWER_S = 300.0  # a guard against waiting for ever; a busy machine is slow
 LEAVE_S = 15.0
 
 

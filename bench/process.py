@@ -59,7 +59,9 @@ def launch(setting: Setting) -> list[Figure]:
     founder: list[float] = []
     joiner: list[float] = []
     for _ in range(setting.rounds):
-        with setting.swarm(TWO_PEERS) as swarm:
+        # One after the other: peers that are launched together wait for the founder's join code.
+        with setting.swarm(TWO_PEERS[:1]) as swarm:
+            swarm.add(TWO_PEERS[1])
             for peer, values in zip(swarm.peers, (founder, joiner), strict=True):
                 values.append(peer.served_at - peer.launched_at)
     note = "model on disk, converted and in the page cache by one launch before"

@@ -8,16 +8,22 @@ import os
 import signal
 import sys
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
 import typer
-import uvloop
 
 from routing.types import Span
-from swarm.terminal import Console, guarded, setup_logging
+from swarm.joincode import JoinCode
+from swarm.terminal import Console, guarded, run, setup_logging
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 EXAMPLE = """
 Serve blocks of MODEL to a swarm: join one with --join CODE, or begin a new one and get its code.
@@ -59,17 +65,20 @@ def serve(
     console = Console(as_json=as_json, verbose=verbose)
     setup_logging(verbose)
     with guarded(console):
-        from peer.config import PeerConfig  # torch takes a second to import: not before --help
+        span = Span.parse(blocks) if blocks else None
+        if join and join != "-":
+            JoinCode.parse(join)  # a typing error is told at once
+        with console.progress("starting"):
+            import_module("peer.node")  # torch takes seconds to import: not before --help
+        from peer.config import PeerConfig
 
         if join == "-":
-            import peer.node  # noqa: F401  the slow part, while whoever gives the code may not have it yet
-
             join = sys.stdin.readline().strip()
 
         config = PeerConfig(
             model=model,
             join=join,
-            blocks=Span.parse(blocks) if blocks else None,
+            blocks=span,
             host=host,
             port=port,
             dht_port=dht_port,
@@ -82,7 +91,7 @@ def serve(
             direct=direct,
             daemon=daemon,
         )
-        uvloop.run(_serve(config, console, until_stdin_closes))
+        run(_serve(config, console, until_stdin_closes))
 
 
 async def _serve(config, console: Console, until_stdin_closes: bool) -> None:
@@ -107,12 +116,12 @@ async def _serve(config, console: Console, until_stdin_closes: bool) -> None:
         loop.add_signal_handler(number, on_signal)
     if until_stdin_closes:
         loop.add_reader(sys.stdin.fileno(), on_input)
-    with console.progress() as progress:
+    with console.progress("joining the swarm" if config.join else "beginning a swarm") as progress:
         node = Node(config, progress)
         await node.__aenter__()
     started = True
     try:
-        _announce(node.serving, console)
+        _announce(node.serving, config.model, console)
         renewing = asyncio.create_task(node.run())
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({renewing, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -126,18 +135,18 @@ async def _serve(config, console: Console, until_stdin_closes: bool) -> None:
     console.event({"event": "left"})
 
 
-def _announce(serving, console: Console) -> None:
+def _announce(serving, model: str, console: Console) -> None:
     facts = asdict(serving)
     facts["span"] = str(serving.span)
     console.event({"event": "serving", **facts})
-    last = serving.n_blocks - 1
-    console.say(f"serving blocks {serving.span} of 0..{last} as {serving.peer_id} at {serving.address}")
-    console.say(
-        f"weights {serving.weights_bytes / 2**20:.0f} MiB, room for {serving.cache_positions:,} tokens of context"
-    )
-    console.say("join code (give it to others):")
+    console.say(f"serving blocks {serving.span} of {serving.n_blocks} as {serving.peer_id}")
+    mib = serving.weights_bytes / 2**20
+    console.say(f"at {serving.address}; weights {mib:.0f} MiB, room for {serving.cache_positions:,} tokens of context")
+    console.say("join code:")
     console.plain(serving.join_code)
-    console.say(f"try it:  swarm generate MODEL 'Hello' --join {serving.join_code[:12]}...   Ctrl-C leaves")
+    console.say(f"to help:    swarm serve {model} --join CODE")
+    console.say(f"to use it:  swarm generate {model} 'Hello' --join CODE")
+    console.say("Ctrl-C leaves the swarm in good order")
 
 
 def main() -> None:

@@ -58,9 +58,7 @@ class Pack:
             if window is not None:
                 hidden |= keys <= query - window
             # In the query's own dtype: a boolean mask would be converted in every layer.
-            mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(
-                hidden, float("-inf")
-            )
+            mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
             self._masks[key] = mask
         return mask
 
@@ -86,41 +84,36 @@ def packed_attention(
     does not know is an error on purpose: a family that needs more (sinks, biases) must not run without it.
     """
     layer = cast(int, module.layer_idx)
-    _, heads, rows, width = query.shape
-    kv_heads = key.shape[1]
-    shape = (1, kv_heads, heads // kv_heads, width)
-    query, key, value = query[0], key[0], value[0]
-    out = query.new_empty((rows, heads, width))
+    heads, width, kv_heads = query.shape[1], query.shape[3], key.shape[1]
+    folded = (1, kv_heads, heads // kv_heads, width)
+    alone = len(pack.segments) == 1
+    parts = []
     for segment in pack.segments:
-        seat, past, count, offset = segment.seat, segment.past, segment.count, segment.offset
-        end, after = past + count, offset + count
-        keys, values = seat.extents(layer)
-        keys[:, past:end] = key[:, offset:after]
-        values[:, past:end] = value[:, offset:after]
+        past, count, offset = segment.past, segment.count, segment.offset
+        all_keys, all_values = segment.seat.extents(layer)
+        if alone:
+            rows = query
+            all_keys.narrow(2, past, count).copy_(key)
+            all_values.narrow(2, past, count).copy_(value)
+        else:
+            rows = query.narrow(2, offset, count)
+            all_keys.narrow(2, past, count).copy_(key.narrow(2, offset, count))
+            all_values.narrow(2, past, count).copy_(value.narrow(2, offset, count))
         first = 0 if sliding_window is None else max(0, past + 1 - sliding_window)
-        keys, values = keys[None, :, first:end], values[None, :, first:end]
+        keys = all_keys.narrow(2, first, past + count - first)
+        values = all_values.narrow(2, first, past + count - first)
         if softcap is not None:
             mask = None if count == 1 else pack.mask(segment, first, sliding_window, query)
-            _soft_capped(
-                query[:, offset:after], keys[0], values[0], scaling, softcap, mask, out[offset:after]
-            )
+            parts.append(_soft_capped(rows, keys, values, scaling, softcap, mask))
         elif count == 1:
-            folded = query[:, offset].view(shape)
-            result = F.scaled_dot_product_attention(folded, keys, values, scale=scaling)
-            out[offset].view(shape)[0] = result[0]
+            result = F.scaled_dot_product_attention(rows.view(folded), keys, values, scale=scaling)
+            parts.append(result.reshape(1, 1, heads, width))
+        elif past == 0 and (sliding_window is None or count <= sliding_window):
+            parts.append(_chunk(rows, keys, values, scaling, None))
         else:
-            _chunk(
-                query[:, offset:after],
-                keys,
-                values,
-                scaling,
-                segment,
-                first,
-                sliding_window,
-                pack,
-                out[offset:after],
-            )
-    return out[None], None
+            mask = pack.mask(segment, first, sliding_window, query)
+            parts.append(_chunk(rows, keys, values, scaling, mask))
+    return (parts[0] if alone else torch.cat(parts, dim=1)), None
 
 
 def _chunk(
@@ -128,27 +121,21 @@ def _chunk(
     keys: torch.Tensor,
     values: torch.Tensor,
     scaling: float | None,
-    segment: Segment,
-    first: int,
-    window: int | None,
-    pack: Pack,
-    out: torch.Tensor,
-) -> None:
-    """query [heads, T, d], keys and values [1, kv_heads, S, d]; writes out [T, heads, d]."""
-    heads, count, width = query.shape
+    mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """query [1, heads, T, d], keys and values [1, kv_heads, S, d] -> [1, T, heads, d]. No mask: causal from 0."""
+    _, heads, count, width = query.shape
     kv_heads, length = keys.shape[1:3]
-    group = heads // kv_heads
-    expanded = (kv_heads, group, length, width)
-    causal = segment.past == 0 and (window is None or count <= window)
+    expanded = (kv_heads, heads // kv_heads, length, width)
     result = F.scaled_dot_product_attention(
-        query.unflatten(0, (kv_heads, group)),
-        keys[0, :, None].expand(expanded),
-        values[0, :, None].expand(expanded),
-        attn_mask=None if causal else pack.mask(segment, first, window, query),
-        is_causal=causal,
+        query.view(kv_heads, heads // kv_heads, count, width),
+        keys.transpose(0, 1).expand(expanded),
+        values.transpose(0, 1).expand(expanded),
+        attn_mask=mask,
+        is_causal=mask is None,
         scale=scaling,
     )
-    out.view(count, kv_heads, group, width).copy_(result.permute(2, 0, 1, 3))
+    return result.permute(2, 0, 1, 3).reshape(1, count, heads, width)
 
 
 def _soft_capped(
@@ -158,26 +145,21 @@ def _soft_capped(
     scaling: float | None,
     softcap: float,
     mask: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """Scores squeezed into (-softcap, softcap) before the mask and the softmax (gemma2); no fused kernel does
-    it.
+) -> torch.Tensor:
+    """Scores squeezed into (-softcap, softcap) before the mask and the softmax (gemma2). No fused kernel does it.
 
-    query [heads, T, d], keys and values [kv_heads, S, d]; writes out [T, heads, d].
+    query [1, heads, T, d], keys and values [1, kv_heads, S, d] -> [1, T, heads, d].
     """
-    heads, count, width = query.shape
-    kv_heads, length, _ = keys.shape
+    _, heads, count, width = query.shape
+    kv_heads, length = keys.shape[1:3]
     group = heads // kv_heads
-    folded = query.reshape(kv_heads, group * count, width)
-    scores = torch.bmm(folded, keys.transpose(1, 2)) * (width**-0.5 if scaling is None else scaling)
-    scores = torch.tanh(scores / softcap) * softcap
+    scores = torch.bmm(query.reshape(kv_heads, group * count, width), keys[0].transpose(1, 2))
+    scores = torch.tanh(scores * ((width**-0.5 if scaling is None else scaling) / softcap)) * softcap
     if mask is not None:
         scores = scores.view(kv_heads, group, count, length) + mask
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
-    result = torch.bmm(weights.view(kv_heads, group * count, length), values)
-    out.view(count, kv_heads, group, width).copy_(
-        result.view(kv_heads, group, count, width).permute(2, 0, 1, 3)
-    )
+    result = torch.bmm(weights.view(kv_heads, group * count, length), values[0])
+    return result.view(kv_heads, group, count, width).permute(2, 0, 1, 3).reshape(1, count, heads, width)
 
 
 AttentionInterface.register(NAME, packed_attention)

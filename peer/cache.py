@@ -54,7 +54,7 @@ class SeatCache:
         self.journal = self._empty(0, shape.hidden)  # [capacity, hidden], outputs of block exit - 1
 
     def extents(self, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a block, each [kv_heads, capacity, head_dim]; what lies behind `position` is not
+        """Keys and values of a block, each [1, kv_heads, capacity, head_dim]; what lies behind `position` is not
         valid.
         """
         return self._extents[block - self.entry]
@@ -80,8 +80,11 @@ class SeatCache:
         held = max(self.capacity, self.granted)
         if positions <= held:
             return held
-        wanted = max(positions, held + min(held, LARGEST_STEP))
-        return -(-wanted // PAGE) * PAGE
+        return _whole_pages(max(positions, held + min(held, LARGEST_STEP)))
+
+    def least_for(self, positions: int) -> int:
+        """The least capacity in which `positions` fit: where there is no room for the next step."""
+        return max(self.capacity, self.granted, _whole_pages(positions))
 
     def bytes_at(self, capacity: int) -> int:
         return capacity * self.shape.position_bytes(self.exit - self.entry)
@@ -106,15 +109,15 @@ class SeatCache:
         held, shape = self.position, self.shape
         blocks = self.exit - self.entry
         if not self._extents:
-            self._extents = [(self._empty(0), self._empty(0)) for _ in range(blocks)]
+            self._extents = [(self._empty(1, 0, 0, 0), self._empty(1, 0, 0, 0)) for _ in range(blocks)]
         # One block at a time: old and new lie side by side for one block only. Until the last is done,
         # `capacity` is the old one, which all extents have at least.
         for index, pair in enumerate(self._extents):
             wider = []
             for old in pair:
-                new = self._empty(shape.kv_heads, capacity, shape.head_dim)
+                new = self._empty(1, shape.kv_heads, capacity, shape.head_dim)
                 if held:
-                    new[:, :held] = old[:, :held]
+                    new[:, :, :held] = old[:, :, :held]
                 wider.append(new)
             self._extents[index] = (wider[0], wider[1])
         journal = self._empty(capacity, shape.hidden)
@@ -151,17 +154,19 @@ class CacheBudget:
 
     def can_hold(self, seat: SeatCache, positions: int) -> bool:
         """Whether `seat` could grow to `positions` now."""
-        return self.used_bytes + self._growth(seat, positions) <= self.limit_bytes
+        return self._fits(seat, seat.least_for(positions))
 
     def claim(self, seat: SeatCache, positions: int) -> bool:
         """Grants `seat` room for `positions`, and marks it as used now. False, and no change, if there is no
         room.
         """
-        growth = self._growth(seat, positions)
-        if self.used_bytes + growth > self.limit_bytes:
-            return False
-        self.used_bytes += growth
-        seat.granted = seat.capacity_for(positions)
+        capacity = seat.capacity_for(positions)
+        if not self._fits(seat, capacity):
+            capacity = seat.least_for(positions)
+            if not self._fits(seat, capacity):
+                return False
+        self.used_bytes += seat.bytes_at(capacity) - seat.bytes_at(seat.granted)
+        seat.granted = capacity
         self._seats[seat] = None
         self._seats.move_to_end(seat)
         return True
@@ -176,5 +181,9 @@ class CacheBudget:
         """The seats that hold memory, the one unused for longest first."""
         return iter(tuple(self._seats))
 
-    def _growth(self, seat: SeatCache, positions: int) -> int:
-        return seat.bytes_at(seat.capacity_for(positions)) - seat.bytes_at(seat.granted)
+    def _fits(self, seat: SeatCache, capacity: int) -> bool:
+        return self.used_bytes + seat.bytes_at(capacity) - seat.bytes_at(seat.granted) <= self.limit_bytes
+
+
+def _whole_pages(positions: int) -> int:
+    return -(-positions // PAGE) * PAGE

@@ -24,6 +24,7 @@ from routing.placement import least_covered_span
 from routing.types import PeerRecord, PeerState, Span
 from routing.view import RecordSeen, View, apply
 from swarm import manifest as manifests
+from swarm.about import ABOUT, About, public_name
 from swarm.addresses import local_addresses
 from swarm.checkpoint import Checkpoint, open_checkpoint
 from swarm.client import MANIFEST, fetch_manifest
@@ -93,8 +94,16 @@ class Node:
         await self._stack.aclose()
 
     async def run(self) -> None:
-        """Keep the record alive until cancelled."""
-        await self._announcer.run()
+        """Keep the record alive until cancelled. Raises SwarmError if the service fails."""
+        tasks = [asyncio.ensure_future(work) for work in (self._announcer.run(), self._service.watch())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     # -- start -----------------------------------------------------------------------------------------------
 
@@ -215,12 +224,15 @@ class Node:
         self._service.start(endpoint)
         manifest = manifests.to_bytes(self._manifest)
         await hive.serve_blob(MANIFEST, lambda: manifest)
+        bootstrap = tuple(await hive.addresses())
+        about = self._about(bootstrap).to_bytes()
+        await hive.serve_blob(ABOUT, lambda: about)
         self._announcer = Announcer(self._directory, self.record, config.renew_s)
         self._state = PeerState.SERVING
         await self._announcer.announce()
         stack.push_async_callback(self._announcer.leave)
         hive.on_restart.append(self._announce_again)
-        code = JoinCode(bootstrap=tuple(await hive.addresses()), fingerprint=self._fingerprint)
+        code = JoinCode(bootstrap=bootstrap, fingerprint=self._fingerprint)
         self.serving = Serving(
             peer_id=peer_id,
             span=self._span,
@@ -249,6 +261,15 @@ class Node:
             queue_s=service.load.queue_s,
             cache_free=self._positions(service.budget.free_bytes),
             cache_total=self._positions(service.budget.limit_bytes),
+        )
+
+    def _about(self, bootstrap: tuple[str, ...]) -> About:
+        return About(
+            model=public_name(self.config.model),
+            family=self._family.name,
+            n_blocks=self._n_blocks,
+            dtype=self.config.dtype,
+            bootstrap=bootstrap,
         )
 
     def _positions(self, nbytes: int) -> int:

@@ -22,7 +22,7 @@ from peer.executor import Executor, PassItem
 from peer.scheduler import Scheduler
 from peer.seats import Work
 from peer.sessions import Reach, Run, Sender, SessionLimits, SessionTable, ToLink, ToPeer
-from routing.errors import BadInput, Overloaded, ProtocolError, TimedOut, Unreachable
+from routing.errors import BadInput, Overloaded, ProtocolError, SwarmError, TimedOut, Unreachable
 from routing.types import PeerId
 from swarm.codec import decode_rows, encode_rows, row_bytes
 from swarm.compute import ComputeThread
@@ -108,6 +108,14 @@ class Service:
     async def close(self) -> None:
         await self._tasks.close()
 
+    async def watch(self) -> None:
+        """Ends only with an error: a peer that cannot compute any more must not seem to serve. Raises SwarmError."""
+        error = await self._tasks.failure()
+        raise SwarmError(
+            f"this peer cannot go on ({type(error).__name__}: {error})",
+            advice="Start it again; --verbose shows where it happened.",
+        ) from error
+
     # -- LinkHandler -----------------------------------------------------------------------------------------
 
     def link_opened(self, link: Link) -> None:
@@ -163,9 +171,10 @@ class Service:
             self._send(link, frame)
             return
         queue = self._queued.setdefault(peer_id, deque())
-        if len(queue) < MOST_QUEUED:
-            queue.append(frame)
-        if frame.type not in (FrameType.GAP, FrameType.ACK) and peer_id not in self._dialling:
+        queue.append(frame)
+        if len(queue) > MOST_QUEUED:
+            self._lost(peer_id, "too many frames wait for the connection")
+        elif frame.type not in (FrameType.GAP, FrameType.ACK) and peer_id not in self._dialling:
             # What goes back waits for the hop before to dial; what goes on had a link, and it broke.
             self._lost(peer_id, "no connection")
 
@@ -275,6 +284,7 @@ class Service:
         items: list[PassItem] = []
         running: list[_Done] = []
         for entry in done:
+            edge = (self.table.upstream_of(entry.work), self.me)
             try:
                 rows = self._rows(entry.work)
                 if bool(torch.isfinite(rows).all()):
@@ -282,10 +292,9 @@ class Service:
                     items.append(PassItem(entry.work.seat.store, rows))
                     running.append(entry)
                 else:
-                    edge = (self.table.upstream_of(entry.work), self.me)
                     entry.problem = Problem("nonfinite-input", "the input has values that are not finite", edge)
             except ProtocolError as error:
-                entry.problem = Problem("bad-rows", str(error))
+                entry.problem = Problem("bad-rows", str(error), edge)
         if not items:
             return done, 0.0
         try:

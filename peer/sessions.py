@@ -365,7 +365,10 @@ class SessionTable:
             return
         if sender.role != "client" or session.client_id != sender.peer_id:
             self.refuse(frame, sender, "CLOSE may only come from the session's client")
-        elif frame.epoch >= session.epoch:
+        elif frame.epoch > session.epoch or (
+            # A driver that was superseded says goodbye, too; that must not end the session of the one that stays.
+            frame.epoch == session.epoch and session.client in (None, sender.link)
+        ):
             self._drop(session)
 
     def _drop(self, session: PeerSession) -> None:
@@ -427,6 +430,8 @@ class SessionTable:
             else:
                 session.problem(work.seat, problem)
         work.seat.abandoned(work)
+        if self.sessions.get(session.id) is not session:
+            work.seat.evict()  # closed while it waited
 
     def upstream_of(self, work: Work) -> PeerId:
         """Who sent the input of a work."""
@@ -481,7 +486,7 @@ class SessionTable:
             (not session.abandoned, session.heard_at, seat)
             for session in self.sessions.values()
             for seat in session.seats.values()
-            if seat.working is None and not seat.inbox and seat.position > 0
+            if seat.working is None and not seat.inbox
             if session.abandoned or seat.hop is None or self.now - session.heard_at >= idle_s
         ]
         seats.sort(key=lambda entry: entry[:2])

@@ -6,6 +6,7 @@ in `routing.errors`.
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from routing.errors import SwarmError
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from swarm.model import SwarmModel
 
 __all__ = ["LocalSwarm", "SwarmError", "SwarmModel"]
+
+# tqdm, which transformers imports, says so in a Jupyter without ipywidgets; nothing here shows such bars.
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 _HOMES = {"SwarmModel": "swarm.model", "LocalSwarm": "swarm.local"}
 

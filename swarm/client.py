@@ -10,6 +10,7 @@ import asyncio
 import ipaddress
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest"
 TICK_S = 0.25
+MOST_GOODBYES = 64  # CLOSE frames kept for a peer that is not connected now
 PROBES_AT_ONCE = 8
 
 
@@ -80,6 +82,7 @@ class SwarmClient:
         self.name_secret = b""
         self._endpoint: Endpoint
         self._directory: Directory
+        self._goodbyes: dict[PeerId, deque[Frame]] = {}
         self._dht_time: Callable[[], float] = time.time
         self._tasks = Tasks()
         self._stack = AsyncExitStack()
@@ -117,8 +120,10 @@ class SwarmClient:
         )
         await self.refresh()
         await self.probe()
-        self._tasks.spawn(self._keep_fresh())
-        self._tasks.spawn(self._tick())
+        background = Tasks()
+        stack.push_async_callback(background.close)  # before the endpoint that it dials with
+        background.spawn(self._keep_fresh())
+        background.spawn(self._tick())
 
     async def _join_swarm(self, stack: AsyncExitStack, identity: Identity) -> StreamCarrier | None:
         """Sets the directory and its clock; returns what carries streams, if anything does. The seam for tests
@@ -162,13 +167,13 @@ class SwarmClient:
             view = apply(view, RecordSeen(record))
         self.view = view
 
-    async def look_again(self) -> None:
-        """Read the directory because a route is wanted and none was found."""
+    async def look_again(self, *, pause_s: float) -> None:
+        """Read the directory, after a pause, because a route is wanted and none was found."""
+        await asyncio.sleep(pause_s)
         try:
             await self.refresh()
         except (TimedOut, DaemonFailed) as error:
             log.info("the directory cannot be read now: %s", error)
-        await asyncio.sleep(0.2)
 
     async def _keep_fresh(self) -> None:
         while True:
@@ -204,6 +209,7 @@ class SwarmClient:
             if trace.tokens == 1 and hop.compute_s > 0:
                 self.costs.observe_decode(peer_id, hop.compute_s / blocks)
             self.costs.observe_queue(peer_id, hop.queue_s)
+            self.health.worked(peer_id, trace.at_s + trace.total_s)
             if 0 < index < len(trace.hops) - 1 and hop.network_s > 0:
                 self.costs.observe_rtt(trace.hops[index - 1].hop.peer_id, peer_id, 2 * hop.network_s)
 
@@ -277,7 +283,8 @@ class SwarmClient:
     # -- LinkHandler -----------------------------------------------------------------------------------------
 
     def link_opened(self, link: Link) -> None:
-        pass
+        for frame in self._goodbyes.pop(link.remote, ()):
+            link.send(frame)
 
     def frame_received(self, link: Link, frame: Frame) -> None:
         session = self.sessions.get(frame.session)
@@ -304,6 +311,10 @@ class SwarmClient:
         for peer_id in session.driver.peers_ever - used:
             if link := self.link(peer_id):
                 link.watched = False
+
+    def say_later(self, peer_id: PeerId, frame: Frame) -> None:
+        """For when this peer is connected again, if ever: it may be alive, and still hold what nobody needs."""
+        self._goodbyes.setdefault(peer_id, deque(maxlen=MOST_GOODBYES)).append(frame)
 
     def spawn(self, work) -> asyncio.Task[None]:
         return self._tasks.spawn(work)

@@ -30,6 +30,8 @@ def encode_rows(rows: torch.Tensor, codec: Codec) -> memoryview:
 
 def decode_rows(data: bytes | memoryview, codec: Codec, hidden: int) -> torch.Tensor:
     """Bytes to [n, hidden] in the codec's dtype. Raises ProtocolError if they are not whole rows."""
+    if codec not in DTYPES:
+        raise ProtocolError(f"rows without a codec ({codec.name})")
     size = row_bytes(codec, hidden)
     if len(data) == 0 or len(data) % size:
         raise ProtocolError(f"{len(data)} bytes are not rows of {size} bytes")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from routing.cost import CLIENT
 from routing.errors import ProtocolError, SessionError, Superseded
 from routing.types import PeerId, Route
 from swarm.flow import Outflow, window_positions
@@ -176,6 +177,8 @@ class Driver:
             if seat[1] > min(entries) or seat[0] == peer_id:
                 self._keep_to[seat] = min(keep_to, self._keep_to.get(seat, NO_LIMIT))
         self._lost_peers.add(peer_id)
+        if self.route is not None:
+            self._need_route(f"{peer_id} was found to compute wrongly")
 
     def close(self) -> None:
         """CLOSE to every peer it ever opened."""
@@ -192,7 +195,7 @@ class Driver:
         if frame.type is FrameType.STALE:
             self._stale(frame.body.epoch, frame.body.nonce)
             return
-        if frame.epoch != self.epoch or self.route is None or self.healing:
+        if frame.epoch != self.epoch or self.route is None or self.healing or sender not in self.route.peers:
             return
         match frame.type:
             case FrameType.RESULT:
@@ -261,12 +264,16 @@ class Driver:
             self._need_route(reason or f"{edge[0]} and {edge[1]} lost each other")
 
     def _problem(self, problem: Any, sender: PeerId) -> None:
-        if len(problem.edge) == 2 and problem.edge[1] == sender:
+        assert self.route is not None
+        hops = [hop.peer_id for hop in self.route]
+        if problem.edge in pairwise(hops) and problem.edge[1] == sender:
             accused = problem.edge[0]
             self._lost_edges.add((accused, sender))
             self._accusers.setdefault(accused, set()).add(sender)
             if len(self._accusers[accused]) > 1:
                 self._lost_peers.add(accused)
+        elif problem.edge and sender == hops[0]:
+            self._lost_edges.add((CLIENT, sender))  # it accuses us
         else:
             self._lost_peers.add(sender)
         self._need_route(f"{sender}: {problem.message}")
@@ -281,7 +288,7 @@ class Driver:
         self.progress_at = now
         self._timings = frame.note.timings
         first = max(frame.start, self._want)
-        if first < frame.end and frame.note.want <= first:
+        if first < frame.end and max(frame.start, frame.note.want) == first:  # its rows begin there
             rows = self._read(frame)
             if rows is None:
                 self._lost_peers.add(sender)

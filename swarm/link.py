@@ -26,6 +26,8 @@ _TURN_BYTES = 1024 * 1024  # written in one turn of the loop; the rest in the ne
 _MOST_PONGS = 32  # queued, to one who asks and does not read
 _MOST_PINGS = 64  # under way; older ones are given up
 _RTT_SAMPLES = 8
+_LATE_S = 0.1  # past a deadline: this process was not there to hear the answer
+_ASKED_AGAIN = 3  # at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,17 +178,22 @@ class Link:
 
     async def ping(self, timeout_s: float) -> float:
         """A round trip, in seconds. Raises TimedOut, also when the link ends meanwhile."""
-        if self.closed:
-            raise TimedOut(f"the link to {self.remote} has ended")
-        number = self._ping()
-        waiter = self._waiters[number] = self._loop.create_future()
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await waiter
-        except TimeoutError:
-            raise TimedOut(f"{self.remote} did not answer a ping within {timeout_s:g} s") from None
-        finally:
-            del self._waiters[number]
+        for _ in range(_ASKED_AGAIN):
+            if self.closed:
+                raise TimedOut(f"the link to {self.remote} has ended")
+            number = self._ping()
+            waiter = self._waiters[number] = self._loop.create_future()
+            due = time.monotonic() + timeout_s
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await waiter
+            except TimeoutError:
+                # If this very process slept, the answer may be there, unread: that says nothing about the other.
+                if time.monotonic() - due < _LATE_S:
+                    break
+            finally:
+                del self._waiters[number]
+        raise TimedOut(f"{self.remote} did not answer a ping within {timeout_s:g} s")
 
     async def close(self) -> None:
         """Send what is queued and end the link; takes a second at most. The handler hears nothing of it."""

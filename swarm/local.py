@@ -91,14 +91,21 @@ class LocalPeer:
 
     def leave(self, timeout_s: float = LEAVE_S) -> int:
         """In good order, as by Ctrl-C. Returns the exit code."""
+        self.ask_to_leave()
+        return self.ended(timeout_s)
+
+    def ask_to_leave(self) -> None:
         if self.alive:
-            self.process.send_signal(signal.SIGCONT)
+            self.thaw()
             self.process.terminate()
-            try:
-                self.process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                self.kill()
-        return self.process.wait()
+
+    def ended(self, timeout_s: float) -> int:
+        """Waits for the end of the process, and makes one if it takes longer. Returns the exit code."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return self.process.returncode
 
 
 class LocalSwarm:
@@ -166,7 +173,8 @@ class LocalSwarm:
         for peer in (founder, *others):
             if peer is not founder:
                 peer.wait_serving()
-            self._progress(f"{peer.peer_id[-6:]} serves blocks {peer.facts['span']} after {peer.served_at - since:.1f} s")
+            seconds = peer.served_at - since
+            self._progress(f"peer {peer.peer_id[-6:]} serves blocks {peer.facts['span']} after {seconds:.1f} s")
 
     def add(self, span: str | None = None, *, identity: str | None = None) -> LocalPeer:
         """One more peer; returns when it serves."""
@@ -200,11 +208,9 @@ class LocalSwarm:
 
     def close(self) -> None:
         for peer in self.peers:
-            if peer.alive:
-                peer.thaw()
-                peer.process.terminate()
+            peer.ask_to_leave()
         for peer in self.peers:
-            peer.leave()
+            peer.ended(LEAVE_S)
             for stream in (peer.process.stdin, peer.process.stdout):
                 if stream is not None:
                     stream.close()

@@ -41,13 +41,20 @@ CODECS = {"float32": Codec.FP32, "bfloat16": Codec.BF16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerStatus:
-    """A peer as this client knows it: its record, and what was measured. Times in seconds."""
+    """A peer as this client knows it: its record, and what was measured. Times in seconds.
+
+    `render.status_table` takes these as they are.
+    """
 
     record: PeerRecord
     rtt_s: float | None
     decode_s: float  # one token through one block, measured or claimed
     prefill_s: float
     banned: bool
+
+    @property
+    def reachable(self) -> bool:
+        return self.rtt_s is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +195,11 @@ class SwarmModel:
         async def one(prompt: Prompt) -> GenerationResult:
             return await GenerationResult.collect(self.generate(prompt, timeout_s=timeout_s, **settings))
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(prompt)) for prompt in prompts]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(prompt)) for prompt in prompts]
+        except BaseExceptionGroup as group_error:
+            raise group_error.exceptions[0] from None  # the first one ended the others
         return [task.result() for task in tasks]
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -237,8 +247,9 @@ class TextSession:
     ) -> AsyncGenerator[Token, None]:
         """Append a prompt to what is held and continue from there; see `SwarmModel.generate`."""
         ids = self.model.encode(prompt)
-        async for token in self._generate(ids, GenerationSettings(**_known(settings)), timeout_s):
-            yield token
+        async with aclosing(self._generate(ids, GenerationSettings(**_known(settings)), timeout_s)) as tokens:
+            async for token in tokens:
+                yield token
 
     async def _generate(
         self, ids: Sequence[int], settings: GenerationSettings, timeout_s: float | None

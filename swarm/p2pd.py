@@ -15,6 +15,7 @@ import errno
 import ipaddress
 import logging
 import math
+import shutil
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -257,6 +258,8 @@ class Recipe:
         """A p2pd and a DHT node on it, which knows nobody yet. Raises DaemonFailed, PortInUse, BadInput."""
         use_hivemind_log_handler("nowhere")  # its messages go where the program's own go
         version = _refuse_taken_port(self.host, self.port)
+        if self.daemon is not None and shutil.which(self.daemon) is None:
+            raise DaemonFailed(f"p2pd did not start: {self.daemon} was not found, or cannot be run")
         p2p: list[P2P] = []  # filled before p2pd starts, so that it ends with us whatever happens
         folder = Scratch()
         daemon = self.daemon

@@ -1,8 +1,8 @@
-"""Where the time of a session went: rows for tables, and figures for notebooks.
+"""Where the time of a session went, as pictures for notebooks.
 
-Owns the reading of `session.traces` and `session.recoveries`: the time of each token, divided among hops, client and
-recovery. Plain functions of that data; knows no network and no clock. matplotlib (the extra `notebook`) is imported
-when the first figure is drawn. Times are in seconds, figures show milliseconds.
+Owns the division of each token's time among hops, client and recovery, read from `session.traces` and
+`session.recoveries`, and its drawing. Plain functions of that data; knows no network and no clock. matplotlib (the
+extra `notebook`) is imported when the first figure is drawn. Times are in seconds, pictures show milliseconds.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import groupby
 from statistics import median
 from typing import TYPE_CHECKING
 
 from routing.errors import BadInput, StartError
 from routing.types import Hop, PeerId, Route
+from swarm.figures import hop_times
 from swarm.render import HopTimes, milliseconds, short_id
 from swarm.session import HopTrace, Recovery, StepTrace
 
@@ -28,14 +28,17 @@ if TYPE_CHECKING:
 PEER_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
 RECOVERY_COLOUR = "#D55E00"
 CLIENT_COLOUR = "#999999"
-CLIENT_NAME = "client"
+CLIENT_NAME = "client (head, sampling)"
 NETWORK_ALPHA = 0.4
 QUEUE_HATCH = "...."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTime:
-    """One step of a session: the time since the step before it ended, and where it went. The parts add up."""
+    """One step of a session: the time since the step before it ended, and where it went.
+
+    The parts add up, unless a peer claims to have taken more than the whole.
+    """
 
     number: int  # 1 for the first step, which brings the first token
     tokens: int  # sent in this step: many for a prompt, 1 for each token after it
@@ -78,39 +81,16 @@ def token_times(traces: Sequence[StepTrace], recoveries: Sequence[Recovery] = ()
     return times
 
 
-def by_route(traces: Sequence[StepTrace]) -> list[list[StepTrace]]:
-    """The steps in order, cut where the route changed."""
-    return [list(steps) for _, steps in groupby(traces, key=lambda trace: tuple(hop.hop for hop in trace.hops))]
+def hop_figure(route: Route, traces: Sequence[StepTrace]) -> Figure:
+    """One bar a hop of the route, and one for the client: median milliseconds of one token, by kind of work.
 
-
-def hop_times(traces: Sequence[StepTrace]) -> tuple[HopTimes, ...]:
-    """The median of each hop for one token, on the route of the last step: what `render.route_table` shows.
-
-    Steps with a prompt are left out, unless there are no others. No steps: no hops.
+    Raises BadInput if no token came along this route, StartError without matplotlib.
     """
-    steps = _last_route(traces)
-    columns = zip(*(step.hops for step in steps), strict=True)
-    return tuple(
-        HopTimes(
-            hop=hops[0].hop,
-            network_s=median(hop.network_s for hop in hops),
-            queue_s=median(hop.queue_s for hop in hops),
-            compute_s=median(hop.compute_s for hop in hops),
-        )
-        for hops in columns
-    )
-
-
-def hop_figure(traces: Sequence[StepTrace]) -> Figure:
-    """One bar a hop of the last route, and one for the client: median milliseconds of one token, by kind of work.
-
-    Raises BadInput if there is no step, StartError without matplotlib.
-    """
-    hops = hop_times(traces)
-    if not hops:
+    steps = [step for step in token_times(traces) if step.tokens == 1 and _is_on(step, route)]
+    if not steps:
         raise _nothing()
-    singles = [step for step in token_times(traces) if step.tokens == 1]
-    client_ms = 1e3 * median(step.client_s for step in singles) if singles else 0.0
+    hops = hop_times(route, traces)
+    client_ms = 1e3 * median(step.client_s for step in steps)
     figure, axes = _figure(1.3 + 0.55 * (len(hops) + 1))
     colours = _colours(hop.hop.peer_id for hop in hops)
     for row, hop in enumerate(hops):
@@ -123,10 +103,10 @@ def hop_figure(traces: Sequence[StepTrace]) -> Figure:
     axes.set_yticks(range(len(totals)), [*names, CLIENT_NAME])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.15 * max(totals) or 1.0)
-    axes.set_xlabel("milliseconds (median)")
-    count = len(_last_route(traces))
-    _title(axes, f"One token, hop by hop: {sum(totals):.0f} ms", f"median of {count} step{'s' * (count > 1)}")
-    figure.legend(handles=_kinds(), loc="outside lower center", ncols=4, frameon=False)
+    axes.set_xlabel("milliseconds")
+    tokens = f"{len(steps)} token{'s' * (len(steps) > 1)}"
+    _title(axes, f"One token, hop by hop: {milliseconds(sum(totals) / 1e3)} ms", f"medians over {tokens}")
+    figure.legend(handles=_kinds(), loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
@@ -168,12 +148,8 @@ def _busy(hop: HopTrace) -> float:
     return hop.queue_s + hop.compute_s
 
 
-def _last_route(traces: Sequence[StepTrace]) -> list[StepTrace]:
-    """The steps on the route of the last one, those of one token if there are any."""
-    if not traces:
-        return []
-    steps = by_route(traces)[-1]
-    return [step for step in steps if step.tokens == 1] or steps
+def _is_on(step: TokenTime, route: Route) -> bool:
+    return tuple(hop for hop, _ in step.hops) == route.hops
 
 
 def _when(times: Sequence[TokenTime], recovery: Recovery) -> int | None:
@@ -260,7 +236,6 @@ def _kinds() -> list:
         Patch(facecolor=dark, label="compute"),
         Patch(facecolor=dark, hatch=QUEUE_HATCH, edgecolor="white", linewidth=0, label="queue"),
         Patch(facecolor=dark, alpha=NETWORK_ALPHA, linewidth=0, label="network"),
-        Patch(facecolor=CLIENT_COLOUR, label="client: head, sampling, printing"),
     ]
 
 
@@ -280,7 +255,7 @@ def _stack(axes: Axes, times: Sequence[TokenTime]) -> None:
     colours = _colours(hop.peer_id for step in times for hop, _ in step.hops)
     for peer_id, colour in colours.items():
         hops = dict.fromkeys(hop for step in times for hop, _ in step.hops if hop.peer_id == peer_id)
-        spans = ", ".join(f"{hop.entry}:{hop.exit}" for hop in hops)
+        spans = ", then ".join(f"{hop.entry}:{hop.exit}" for hop in hops)
         shares = [sum(seconds for hop, seconds in step.hops if hop.peer_id == peer_id) for step in times]
         add(shares, colour, f"{short_id(peer_id)}, blocks {spans}")
     if any(step.recovery_s for step in times):

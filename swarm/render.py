@@ -40,6 +40,7 @@ class PeerRow:
     decode_s: float | None = None  # one token through one block, as measured
     prefill_s: float | None = None  # one token of a long chunk through one block, as measured
     banned: bool = False  # failed lately; avoided while others can do its work
+    reachable: bool = True  # False: it did not answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +107,8 @@ def status_table(rows: Sequence[PeerRow]) -> RenderableType:
         state = Text(record.state.name.lower(), style=STATE_STYLES[record.state])
         if row.banned:
             state = Text("avoided", style="red")
+        if not row.reachable:
+            state = Text("no answer", style="red")
         free = NOTHING
         if record.cache_total:
             free = f"{record.cache_free:,} ({100 * record.cache_free // record.cache_total}%)"

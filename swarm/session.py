@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import random
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from routing.cost import CLIENT
-from routing.errors import BadInput, NoRoute, SessionError, SwarmError, TimedOut
+from routing.errors import BadInput, NoRoute, Overloaded, ProtocolError, SessionError, SwarmError, TimedOut
 from routing.planner import Plan, Request
+from routing.retry import RetryPolicy
 from routing.types import Hop, PeerId, Route
 from swarm.codec import decode_rows, row_bytes
 from swarm.driver import Driver, DriverConfig, NeedRoute, Output, Send, Stopped
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from swarm.client import SwarmClient
 
 PROBE_S = 0.3  # an accused end of a broken edge has this long to answer us
+LOOK_EVERY_S = 0.2  # at the directory, while no route is found
+WARM_TOKENS = 64  # a replay pays off only over tokens to come: this many are expected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +74,7 @@ class SessionConfig:
     codec: Codec = Codec.FP32
     chunk: int = 128  # positions of a prefill frame
     wait_s: float = 0.0  # how long to wait for blocks that nobody serves
-    recovery_s: float = 60.0  # how long one change of route may take in all
+    recovery_s: float = 60.0  # how long a step may be held up by losses, however many routes are tried
     connect_s: float = 5.0  # a dial
     deadline_s: float | None = 60.0  # a step without any sign of progress
 
@@ -106,6 +111,10 @@ class Session:
         self._sent_tokens = 0
         self._healing: asyncio.Task[None] | None = None
         self._lost_again = False
+        self._trouble_since: float | None = None  # the first loss since the last output
+        self._pauses: Iterator[float] = iter(())
+        self._patience: asyncio.Timeout | None = None  # of the search for a route under way
+        self._full = False  # a peer that could help was full
         self._closed = False
 
     # -- what a generation needs -----------------------------------------------------------------------------
@@ -140,6 +149,10 @@ class Session:
         now = time.monotonic()
         self._output = asyncio.get_running_loop().create_future()
         self._sent_at, self._sent_tokens = now, len(token_ids)
+        # If a route is being sought already, it is from now on for this step.
+        self._trouble_since, self._full = None if self._healing is None else now, False
+        if self._patience is not None:
+            self._patience.reschedule(asyncio.get_running_loop().time() + self._limit_s)
         self.driver.step(token_ids, now)
         self.act()
         if self._healing is None and (self.driver.route is None or self.driver.healing):
@@ -155,14 +168,14 @@ class Session:
 
     async def exclude(self, peer_id: PeerId, *, keep_to: int = 0) -> None:
         """This peer was found to compute wrongly from `keep_to` on: never use it again in this session, and let
-        nothing of it survive downstream. The caller rolls back the tokens that it no longer trusts."""
+        nothing of it survive downstream. The caller rolls back the tokens that it no longer trusts. If nobody else
+        serves its blocks, the next step says so."""
         self._excluded |= {peer_id}
         self.client.health.failed(peer_id, time.monotonic(), weight=4.0)
         self.driver.distrust(peer_id, keep_to)
-        if self.driver.route is not None and not self._closed:
-            self._heal(f"{peer_id} was excluded")
-            if self._healing is not None:
-                await asyncio.shield(self._healing)
+        self.act()
+        if self._healing is not None:
+            await asyncio.shield(self._healing)
 
     async def close(self) -> None:
         """Frees the session on every peer that it ever used."""
@@ -202,7 +215,9 @@ class Session:
                     link = self.client.link(peer_id)
                     if link is not None:
                         link.send(frame)
-                    elif not self._closed:
+                    elif self._closed:
+                        self.client.say_later(peer_id, frame)
+                    else:
                         self.driver.link_lost(peer_id, "no connection")
                 case Output():
                     self._done(effect)
@@ -215,6 +230,7 @@ class Session:
 
     def _done(self, output: Output) -> None:
         now = time.monotonic()
+        self._trouble_since, self._full = None, False
         hidden = output.rows[0] if len(output.rows) == 1 else torch.cat(output.rows)
         if self.driver.route is not None:
             trace = _trace(self.driver.route, output.timings, self._sent_at, now, self._sent_tokens, self.driver.epoch)
@@ -237,6 +253,7 @@ class Session:
             self.client.health.failed(peer_id, now)
         for peer_id, wait_s in need.busy.items():
             self.client.busy_until[peer_id] = now + wait_s
+            self._full = True
         self._heal(need.reason)
 
     def _heal(self, reason: str) -> None:
@@ -245,22 +262,28 @@ class Session:
         if self._healing is not None and not self._healing.done():
             self._lost_again = True
             return
-        self._healing = self.client.spawn(self._find_route(reason, time.monotonic()))
+        now = time.monotonic()
+        if self._trouble_since is None:
+            policy = RetryPolicy(deadline_s=self._limit_s, attempts=100, base_s=0.02, cap_s=2.0)
+            self._trouble_since, self._pauses = now, policy.delays(random.Random(self.id))
+        self._healing = self.client.spawn(self._find_route(reason, now))
 
     async def _find_route(self, reason: str, since: float) -> None:
         before = self.driver.route
+        assert self._trouble_since is not None
         try:
-            async with asyncio.timeout(max(self.config.recovery_s, self.config.wait_s)):
+            async with asyncio.timeout(self._trouble_since + self._limit_s - since) as self._patience:
+                await asyncio.sleep(next(self._pauses, self._limit_s))
                 await self._settle_edges()
                 plan = await self._connected_plan(since)
         except TimeoutError:
-            self._fail(TimedOut(f"no working route within {self.config.recovery_s:g} s ({reason})"))
+            self._fail(self._gave_up(reason))
             return
         except SwarmError as error:
             self._fail(error)
             return
         finally:
-            self._healing = None
+            self._healing = self._patience = None
         self.plan = plan
         now = time.monotonic()
         addresses = {peer_id: self.client.addresses(peer_id) for peer_id in plan.route.peers}
@@ -272,38 +295,58 @@ class Session:
         )  # fmt: skip
         self.act()
 
+    @property
+    def _limit_s(self) -> float:
+        return max(self.config.recovery_s, self.config.wait_s)
+
+    def _gave_up(self, reason: str) -> SessionError:
+        if self._full:
+            return Overloaded(f"the peers that could help have been full for {self._limit_s:g} s")
+        return TimedOut(f"no working route within {self._limit_s:g} s ({reason})")
+
     async def _connected_plan(self, since: float) -> Plan:
-        """The cheapest route all of whose peers answer. One that does not is avoided, and so on, until every choice
-        is used up; then, for as long as the caller waits, the swarm is looked at again."""
-        looked, failed_here = False, frozenset[PeerId]()
+        """The cheapest route all of whose peers answer and are not full. One that does not is left out, and so on,
+        until every choice is used up; then, for as long as the caller waits, the swarm is looked at again."""
+        looked_at, failed = -math.inf, frozenset[PeerId]()
         while True:
             self._lost_again = False
+            now = time.monotonic()
+            busy = {peer: until - now for peer, until in self.client.busy_until.items() if until > now}
             try:
-                plan = self.client.plan(self._request(), without=self._excluded)
-                if dead := plan.route.peers & failed_here:
-                    raise _nobody_left(plan.route, dead)
-            except NoRoute:
-                if looked and time.monotonic() - since >= self.config.wait_s:
-                    raise
-                await self.client.look_again()
-                looked, failed_here = True, frozenset()
+                plan = self.client.plan(self._request(), without=self._excluded | failed | busy.keys())
+            except NoRoute as error:
+                if busy:
+                    self._full = True
+                    await asyncio.sleep(min(busy.values()))  # full, but alive: worth waiting for
+                elif looked_at >= (asked := max(since, self._sent_at)) and now - asked >= self.config.wait_s:
+                    raise _nobody_left(error, failed)
+                else:
+                    await self.client.look_again(pause_s=0.0 if looked_at < asked else LOOK_EVERY_S)
+                    looked_at, failed = now, frozenset()
                 continue
-            failed = await self.client.connect(plan.route.peers, self.config.connect_s)
-            failed_here |= failed
-            self._avoid_peers |= failed
-            if not failed and not self._lost_again:
+            lost = await self.client.connect(plan.route.peers, self.config.connect_s)
+            failed |= lost
+            self._avoid_peers |= lost
+            if not lost and not self._lost_again:
                 return plan
 
     def _request(self) -> Request:
         now = time.monotonic()
         client = self.client
-        busy = {peer for peer, until in client.busy_until.items() if until > now}
+        penalties = client.health.penalties(now)
+        held = self.driver.route.peers if self.driver.route is not None and self.position else frozenset()
+        for record in client.records() if held else ():
+            if record.peer_id not in held:
+                replay_s = self.position * len(record.span) * client.costs.block_s(record, self.config.chunk)
+                penalties[record.peer_id] = (
+                    penalties.get(record.peer_id, 0.0) + replay_s / self.config.chunk / WARM_TOKENS
+                )
         return Request(
             n_blocks=client.n_blocks,
             tokens=1,
-            avoid_peers=frozenset(self._avoid_peers | busy) | client.health.banned_peers(now),
+            avoid_peers=frozenset(self._avoid_peers) | client.health.banned_peers(now),
             avoid_edges=frozenset(self._avoid_edges),
-            penalties=client.health.penalties(now),
+            penalties=penalties,
         )
 
     async def _settle_edges(self) -> None:
@@ -319,6 +362,8 @@ class Session:
 
     def _read(self, frame: Frame) -> torch.Tensor | None:
         rows = decode_rows(frame.rows, Codec(frame.codec), self.client.head.hidden_size)
+        if len(rows) != frame.end - max(frame.start, frame.note.want):
+            raise ProtocolError(f"{len(rows)} rows in a RESULT of {frame.end - frame.start} positions")
         return rows if bool(torch.isfinite(rows).all()) else None
 
 
@@ -340,8 +385,8 @@ def _trace(
     return StepTrace(at_s=sent, total_s=now - sent, tokens=tokens, epoch=epoch, hops=tuple(hops))
 
 
-def _nobody_left(route: Route, peers: frozenset[PeerId]) -> NoRoute:
-    lost = [hop for hop in route if hop.peer_id in peers]
-    spans = ", ".join(f"{hop.entry}:{hop.exit}" for hop in lost)
-    blocks = [block for hop in lost for block in range(hop.entry, hop.exit)]
-    return NoRoute(f"no peer that serves blocks {spans} can be reached", blocks=blocks)
+def _nobody_left(error: NoRoute, failed: frozenset[PeerId]) -> NoRoute:
+    """Records of peers that do not answer are no help: say so."""
+    if not failed:
+        return error
+    return NoRoute(f"{error}: the peers that did cannot be reached", blocks=error.blocks)

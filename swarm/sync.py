@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, wait
 from typing import Any, TypeVar
 
 from swarm import model as asynchronous
@@ -19,6 +20,18 @@ from swarm.generation import GenerationResult, Token
 from swarm.model import Prompt, SwarmStatus
 
 T = TypeVar("T")
+
+STOPS_WITHIN_S = 5.0  # what was cancelled
+
+
+def _settle(result: Future[T], task: asyncio.Task[T]) -> None:
+    """What became of a task, for the thread that waits for it."""
+    if task.cancelled():
+        result.set_exception(CancelledError())
+    elif error := task.exception():
+        result.set_exception(error)
+    else:
+        result.set_result(task.result())
 
 
 class _Loop:
@@ -30,12 +43,22 @@ class _Loop:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs it to its end. Ctrl-C, or a notebook's stop button, cancels it there and raises here."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Runs it to its end. Ctrl-C, or a notebook's stop button, cancels it there and raises here, once it has
+        ended there, too: what it used is free again then."""
+        result: Future[T] = Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            tasks.append(self._loop.create_task(work))
+            tasks[0].add_done_callback(lambda task: _settle(result, task))
+
+        self._loop.call_soon_threadsafe(begin)
         try:
-            return future.result()
+            return result.result()
         except BaseException:
-            future.cancel()
+            if not result.done():
+                self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+                wait([result], STOPS_WITHIN_S)
             raise
 
     def iterate(self, items: AsyncIterator[T]) -> Iterator[T]:

@@ -18,6 +18,7 @@ class Tasks:
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
         self._failure: BaseException | None = None
+        self._failed = asyncio.Event()
         self._closed = False
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -33,6 +34,14 @@ class Tasks:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a background task failed", exc_info=error)
             self._failure = self._failure or error
+            self._failed.set()
+
+    async def failure(self) -> BaseException:
+        """Waits for the first failure, which is the caller's to deal with then: `close` will not raise it again."""
+        while (failure := self._failure) is None:
+            await self._failed.wait()
+        self._failure = None
+        return failure
 
     async def close(self) -> None:
         """Cancels what runs, waits for it, and raises the first failure there was."""

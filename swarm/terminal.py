@@ -1,37 +1,54 @@
-"""What a command prints and how it ends: text or JSON, progress bars, named errors without tracebacks, exit codes."""
+"""What a command prints and how it ends: text or JSON, progress bars, named errors without tracebacks, exit codes.
+
+stdout carries the result (with --json nothing but JSON), stderr the words about it. Knows no swarm and no model.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import os
 import sys
-import time
-from collections.abc import Iterator
+import threading
+import traceback
+import unicodedata
+import warnings
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from routing.errors import SwarmError
 from swarm.progress import Progress as Report
 from swarm.progress import silent
 
-INTERRUPTED = 130
+T = TypeVar("T")
+
+OURS = ("routing", "swarm", "peer")
+
+BUG = 1
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+CLOSED_PIPE = 141  # 128 + SIGPIPE
 
 
 class Console:
-    """With `as_json`, stdout carries JSON lines only; words for people go to stderr, or nowhere."""
+    """With `as_json`, stdout carries JSON only; words for people are left out, errors become objects, too."""
 
     def __init__(self, *, as_json: bool = False, verbose: bool = False):
         self.as_json, self.verbose = as_json, verbose
         self.out = RichConsole(highlight=False, soft_wrap=True)
         self.err = RichConsole(stderr=True, highlight=False, soft_wrap=True)
 
+    # -- the result: stdout ----------------------------------------------------------------------------------
+
     def say(self, text: str) -> None:
         if not self.as_json:
-            self.out.print(text, markup=False)
+            self.out.print(harmless(text), markup=False)
 
     def plain(self, text: str, end: str = "\n") -> None:
         """Exactly this text, for copying and for pipes."""
@@ -39,69 +56,172 @@ class Console:
             sys.stdout.write(text + end)
             sys.stdout.flush()
 
+    def stream(self, text: str) -> None:
+        """A piece of a model's text as it comes. On a terminal nothing in it steers the terminal."""
+        self.plain(harmless(text) if self.out.is_terminal else text, end="")
+
     def show(self, renderable: Any) -> None:
         if not self.as_json:
             self.out.print(renderable)
 
     def event(self, facts: dict[str, Any]) -> None:
+        """One JSON object on a line."""
         if self.as_json:
             sys.stdout.write(json.dumps(facts, default=str) + "\n")
             sys.stdout.flush()
 
+    # -- words about it: stderr ------------------------------------------------------------------------------
+
+    def note(self, text: str, style: str = "dim") -> None:
+        if not self.as_json:
+            self.err.print(harmless(text), style=style, markup=False)
+
     @contextmanager
-    def progress(self) -> Iterator[Report]:
-        """Bars on stderr for what takes longer than a moment; nothing where nobody looks."""
+    def progress(self, label: str = "") -> Iterator[Report]:
+        """Bars on stderr, gone at the end; nothing where nobody looks. `label` shows that something goes on as long
+        as nothing measures how far it is."""
         if self.as_json or not self.err.is_terminal:
             yield silent
             return
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=30), _Share())
         with Progress(*columns, TimeElapsedColumn(), console=self.err, transient=True) as bars:
+            whole = bars.add_task(label, total=None) if label else None
             tasks: dict[str, Any] = {}
 
             def report(label: str, done: int, total: int) -> None:
                 if label not in tasks:
-                    tasks[label] = bars.add_task(label, total=total)
-                bars.update(tasks[label], completed=done, total=total)
+                    tasks[label] = bars.add_task(harmless(label), total=total)
+                bars.update(tasks[label], completed=done, total=total, visible=done < total)
+                if whole is not None:
+                    bars.update(whole, visible=done >= total)
 
             yield report
 
 
-@contextmanager
-def guarded(console: Console) -> Iterator[None]:
-    """Turns errors into a message, advice and an exit code; a traceback only with --verbose."""
-    try:
-        yield
-    except SwarmError as error:
-        if console.verbose:
-            console.err.print_exception()
-        fail(console, error)
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        console.event({"event": "interrupted"})
-        console.err.print("interrupted", markup=False)
-        sys.exit(INTERRUPTED)
-    except BrokenPipeError:
-        sys.stderr.close()  # whoever read our output has left: nothing more to say
-        sys.exit(0)
+class _Share(ProgressColumn):
+    """Per cent, where it is known."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.total is None else f"{task.percentage:>3.0f}%")
+
+
+def harmless(text: str) -> str:
+    """Without characters that steer a terminal: what comes from others may be anything. Line ends and tabs stay."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+class guarded:  # reads like a function: `with guarded(console):`
+    """However the block ends, the user gets a message, advice and an exit code; a traceback only with --verbose."""
+
+    def __init__(self, console: Console):
+        self.console = console
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        error = _innermost(error)
+        if self.console.verbose and isinstance(error, Exception):
+            traceback.print_exception(error)
+        match error:
+            case None | SystemExit():
+                return
+            case KeyboardInterrupt() | asyncio.CancelledError():
+                interrupted(self.console)
+            case BrokenPipeError():
+                _stdout_is_closed()
+            case SwarmError():
+                fail(self.console, error)
+            case Exception():
+                _bug(self.console, error)
+
+
+def _innermost(error: BaseException | None) -> BaseException | None:
+    """What a group of tasks raised, if it was one thing; of several the first that has a name of ours."""
+    while isinstance(error, BaseExceptionGroup):
+        named = [each for each in error.exceptions if isinstance(each, SwarmError | BaseExceptionGroup)]
+        error = (named or error.exceptions)[0]
+    return error
+
+
+def interrupted(console: Console) -> None:
+    """Ctrl-C: what had to be cleaned up has been, by whoever was interrupted."""
+    console.event({"event": "interrupted"})
+    console.note("interrupted")
+    busy = [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
+    if busy:  # in the middle of a download, say: the interpreter would wait for it, but not whoever pressed Ctrl-C
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)
+    sys.exit(INTERRUPTED)
 
 
 def fail(console: Console, error: SwarmError) -> None:
-    name = type(error).__name__
-    console.event({"event": "error", "error": name, "message": str(error), "advice": error.advice})
-    if not console.as_json:
-        console.err.print(f"{name}: {error}", style="bold red", markup=False)
-        if error.advice:
-            console.err.print(error.advice, markup=False)
+    tell(console, type(error).__name__, str(error), error.advice)
     sys.exit(error.exit_code)
 
 
+def _bug(console: Console, error: Exception) -> None:
+    advice = "Please report it, with the traceback above."
+    if not console.verbose:
+        advice = "Please report it, with what --verbose shows when you run it again."
+    tell(console, type(error).__name__, f"{error} (this is a bug in this program)", advice)
+    sys.exit(BUG)
+
+
+def tell(console: Console, name: str, message: str, advice: str) -> None:
+    console.event({"event": "error", "error": name, "message": message, "advice": advice})
+    console.note(f"{name}: {message}", style="bold red")
+    if advice:
+        console.note(advice, style="")
+
+
+def _stdout_is_closed() -> None:
+    """Whoever read our output has left (`| head`): nothing more to say, also not when the interpreter flushes."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(CLOSED_PIPE)
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Runs it on uvloop. Ctrl-C cancels it; once its clean-up is done, nobody waits for threads that still work."""
+    import uvloop
+
+    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    try:
+        result = runner.run(work)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise KeyboardInterrupt from None
+    except BaseException:
+        runner.close()
+        raise
+    runner.close()
+    return result
+
+
+class _Lines(logging.Formatter):
+    """One line an entry; tracebacks only where they are wanted."""
+
+    def __init__(self, tracebacks: bool):
+        super().__init__("%(asctime)s %(levelname).1s %(name)s: %(message)s")
+        self._tracebacks = tracebacks
+
+    def formatException(self, ei: Any) -> str:
+        return super().formatException(ei) if self._tracebacks else ""
+
+
 def setup_logging(verbose: bool) -> None:
-    logging.basicConfig(
-        level=logging.INFO if verbose else logging.ERROR,
-        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
-        stream=sys.stderr,
-        force=True,
-    )
-    logging.Formatter.converter = time.localtime
+    """Before the large libraries are imported: they look at this once."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Lines(verbose))
+    logging.basicConfig(level=logging.INFO if verbose else logging.CRITICAL, handlers=[handler], force=True)
+    # Libraries speak of their own affairs; what a user should know is said here by name.
+    for package in OURS:
+        logging.getLogger(package).setLevel(logging.INFO if verbose else logging.ERROR)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not verbose:
-        # Libraries speak of their own affairs; what a user should know comes as a named error.
-        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        if not sys.warnoptions:
+            warnings.simplefilter("ignore")

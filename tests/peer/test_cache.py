@@ -20,8 +20,8 @@ def fill(seat: SeatCache, positions: int) -> None:
     marks = torch.arange(seat.position, end, dtype=torch.float32)
     for block in range(seat.entry, seat.exit):
         keys, values = seat.extents(block)
-        keys[:, seat.position : end] = (marks + 1000 * block)[:, None]
-        values[:, seat.position : end] = -(marks + 1000 * block)[:, None]
+        keys[:, :, seat.position : end] = (marks + 1000 * block)[:, None]
+        values[:, :, seat.position : end] = -(marks + 1000 * block)[:, None]
     seat.journal[seat.position : end] = marks[:, None]
     seat.position = end
 
@@ -31,7 +31,9 @@ def holds(seat: SeatCache) -> bool:
     for block in range(seat.entry, seat.exit):
         keys, values = seat.extents(block)
         expected = (marks + 1000 * block)[:, None].expand(2, -1, 4)
-        if not (torch.equal(keys[:, : seat.position], expected) and torch.equal(values[:, : seat.position], -expected)):
+        if not (
+            torch.equal(keys[0, :, : seat.position], expected) and torch.equal(values[0, :, : seat.position], -expected)
+        ):
             return False
     return torch.equal(seat.rows(0, seat.position), marks[:, None].expand(-1, 8))
 

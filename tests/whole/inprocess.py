@@ -117,6 +117,7 @@ class Tap:
     def __init__(self, service: Service):
         self.service = service
         self.seen: list[Seen] = []
+        self.lost: list[tuple[PeerId, str]] = []
         self.drop: Callable[[Link, Frame], bool] = lambda link, frame: False
 
     def link_opened(self, link: Link) -> None:
@@ -128,6 +129,7 @@ class Tap:
             self.service.frame_received(link, frame)
 
     def link_lost(self, link: Link, reason: str) -> None:
+        self.lost.append((link.remote, reason))
         self.service.link_lost(link, reason)
 
 
@@ -402,11 +404,14 @@ class InProcessClient(SwarmClient):
         self._swarm, self._learns = swarm, learns
 
     def learn(self, trace: StepTrace) -> None:
-        if self._learns:
-            super().learn(trace)
+        super().learn(trace)
+        self._forget_costs()
 
     async def probe(self) -> None:
         await super().probe()
+        self._forget_costs()
+
+    def _forget_costs(self) -> None:
         if not self._learns:
             self.costs = Costs()
 

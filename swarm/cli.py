@@ -1,0 +1,251 @@
+"""The command line: `swarm serve`, `generate`, `chat`, `status`, `demo`. Options in, an exit code out.
+
+Reads the arguments, the environment and standard input; what a command does is in `commands/`. Nothing slow is
+imported before a command runs, so that --help answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from swarm.terminal import INTERRUPTED, Console, guarded, setup_logging
+
+UsageError: Any = typer.BadParameter.__mro__[1]  # of click, or of typer's own copy of it: as the version has it
+
+EXIT_CODES = """
+Exit codes:
+  0 done | 1 a bug, or the demo's texts differ | 2 bad input | 3 the model cannot be used | 4 blocks that nobody
+  serves | 5 the swarm cannot be joined | 6 this machine cannot do it | 7 the text was broken off | 130 Ctrl-C
+"""
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="\b\n"
+    "Run a language model on a swarm of machines: each serves some of its blocks.\n"
+    "\n"
+    "\b\n"
+    "Try it:   swarm demo\n"
+    "Begin:    swarm serve smollm2            prints a join code; give it to others\n"
+    "Help:     swarm serve smollm2 --join CODE\n"
+    "Use:      swarm generate smollm2 'Why is the sky blue?' --join CODE\n" + "\n\b" + EXIT_CODES,
+)
+
+MODEL_HELP = "directory, .gguf file, hub id, or smollm2 (comes with this program)"
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+Join = Annotated[str, typer.Option(metavar="CODE", envvar="SWARM_JOIN", help="join code of the swarm")]
+MaxNewTokens = Annotated[int | None, typer.Option(metavar="N", min=1, help="length of the answer at most")]
+Temperature = Annotated[float | None, typer.Option(metavar="X", help="sample; higher is wilder")]
+TopK = Annotated[int | None, typer.Option(metavar="K", help="sample among the K likeliest tokens; 0: among all")]
+TopP = Annotated[float | None, typer.Option(metavar="X", help="sample among the likeliest that make up this share")]
+Penalty = Annotated[float | None, typer.Option(metavar="X", help="above 1: say again less of what was said")]
+Seed = Annotated[int | None, typer.Option(metavar="N", help="sample, the same each time")]
+Stop = Annotated[list[str], typer.Option(metavar="TEXT", help="end before this text; may be repeated")]
+System = Annotated[str | None, typer.Option(metavar="TEXT", help="what the model is told before the conversation")]
+Wait = Annotated[float, typer.Option(metavar="SECONDS", min=0, help="wait so long for blocks that nobody serves")]
+Timeout = Annotated[float | None, typer.Option(metavar="SECONDS", min=0, help="give an answer up after this time")]
+Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32 or bfloat16, here and on the wire")]
+Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, nothing else")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="log what happens; show tracebacks")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"swarm {version('swarm-runtime')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="show it")] = False,
+) -> None:
+    pass
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False},
+)
+def serve(context: typer.Context) -> None:
+    """Serve blocks of a model: join a swarm, or begin one."""
+    # -P: a folder called `peer` where the user stands must not be run instead.
+    command = [sys.executable, "-P", "-m", "peer", *context.args]
+    sys.stdout.flush()
+    os.execv(sys.executable, command)
+
+
+@app.command(no_args_is_help=True)
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="the question, or - to read it from standard input")],
+    join: Join,
+    max_new_tokens: MaxNewTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    repetition_penalty: Penalty = None,
+    seed: Seed = None,
+    stop: Stop = [],  # noqa: B006  typer's way
+    raw: Annotated[bool, typer.Option("--raw", help="continue the text as it is, without the chat template")] = False,
+    system: System = None,
+    wait: Wait = 0.0,
+    timeout: Timeout = None,
+    dtype: Dtype = "float32",
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Answer one question.
+
+    The text goes to stdout as it comes, its figures to stderr. A model with a chat template is asked through it;
+    --raw continues PROMPT as it stands. Without sampling options the likeliest token is taken each time, so the
+    same question gets the same answer.
+
+    \b
+    Example:  swarm generate smollm2 'Why is the sky blue?' --join CODE
+              cat letter.txt | swarm generate smollm2 - --raw --max-new-tokens 50 --join CODE
+    """
+    console = _console(as_json, verbose)
+    with guarded(console):
+        text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+        _check(join)
+        from swarm.commands.asking import Asking
+        from swarm.commands.generate import generate as answer
+        from swarm.terminal import run
+
+        asking = Asking(
+            model=model, join=join, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+            repetition_penalty=repetition_penalty, seed=seed, stop=tuple(stop), system=system, wait_s=wait,
+            timeout_s=timeout, dtype=dtype,
+        )  # fmt: skip
+        run(answer(console, asking, text, raw=raw))
+
+
+@app.command(no_args_is_help=True)
+def chat(
+    model: Model,
+    join: Join,
+    max_new_tokens: MaxNewTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    repetition_penalty: Penalty = None,
+    seed: Seed = None,
+    stop: Stop = [],  # noqa: B006  typer's way
+    system: System = None,
+    wait: Wait = 0.0,
+    timeout: Timeout = None,
+    dtype: Dtype = "float32",
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Talk with the model.
+
+    Each line is said to it; /help tells what else there is. The conversation stays with the peers that answer, so
+    each turn sends only what is new. Lines may come from a pipe, too. With --json each answer is one JSON object.
+
+    \b
+    Example:  swarm chat smollm2 --join CODE
+              printf 'Hello\\nTell me more\\n' | swarm chat smollm2 --join CODE
+    """
+    console = _console(as_json, verbose)
+    with guarded(console):
+        _check(join)
+        from swarm.commands.asking import Asking
+        from swarm.commands.chat import chat as talk
+
+        asking = Asking(
+            model=model, join=join, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+            repetition_penalty=repetition_penalty, seed=seed, stop=tuple(stop), system=system, wait_s=wait,
+            timeout_s=timeout, dtype=dtype,
+        )  # fmt: skip
+        talk(console, asking)
+
+
+@app.command()
+def status(join: Join, as_json: Json = False, verbose: Verbose = False) -> None:
+    """Show who serves which blocks.
+
+    How fast each peer is, which blocks nobody serves, and a join code that names peers of now. Exit code 0 if all
+    blocks are served, 4 if some are not. Only peers that answer count.
+
+    \b
+    Example:  swarm status --join CODE
+              swarm status --json --join CODE | jq .nobody_serves
+    """
+    console = _console(as_json, verbose)
+    with guarded(console):
+        _check(join)
+        from swarm.commands.status import status as show
+        from swarm.terminal import run
+
+        sys.exit(run(show(console, join)))
+
+
+@app.command()
+def demo(
+    model: Annotated[str, typer.Option(metavar="MODEL", help=MODEL_HELP)] = "smollm2",
+    tokens: Annotated[int, typer.Option(metavar="N", min=64, help="length of the answer at most")] = 124,
+    question: Annotated[str, typer.Option(metavar="TEXT", help="what the swarm is asked")] = "Why is the sky blue?",
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """See a swarm lose a peer in mid-answer.
+
+    Starts four peers on this machine, asks a question, kills a peer that is in use while it answers (SIGKILL), and
+    compares the text with that of one process without a swarm. Exit code 0 only if they are the same, token for
+    token.
+
+    \b
+    Example:  swarm demo
+              swarm demo --json | tail -n 1 | jq .stall_ms
+    """
+    console = _console(as_json, verbose)
+    with guarded(console):
+        from swarm.commands.demo import demo as show
+
+        sys.exit(show(console, model, tokens, question))
+
+
+def _check(join: str) -> None:
+    """A typing error is told at once. Raises BadJoinCode."""
+    from swarm.joincode import JoinCode
+
+    JoinCode.parse(join)
+
+
+def _console(as_json: bool, verbose: bool) -> Console:
+    setup_logging(verbose)
+    return Console(as_json=as_json, verbose=verbose)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Ends in SystemExit. With --json a wrong use of the options is a JSON object, too."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the program
+    command: Any = typer.main.get_command(app)
+    try:
+        sys.exit(command.main(arguments, prog_name="swarm", standalone_mode=False) or 0)
+    except UsageError as error:
+        facts = {"event": "error", "error": "UsageError", "message": error.format_message(), "advice": ""}
+        Console(as_json="--json" in arguments).event(facts)
+        error.show()
+        sys.exit(error.exit_code)
+    except typer.Abort:
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()
