@@ -93,15 +93,11 @@ class Executor:
                 continue
             packed = rows[active[0]] if len(active) == 1 else torch.cat([rows[index] for index in active])
             packed = self._run_layers(packed[None], start, end, [items[index] for index in active])[0]
-            for index, part in zip(
-                active, packed.split([rows[index].shape[0] for index in active]), strict=True
-            ):
+            for index, part in zip(active, packed.split([rows[index].shape[0] for index in active]), strict=True):
                 rows[index] = part
         return rows
 
-    def _run_layers(
-        self, hidden: torch.Tensor, start: int, end: int, items: Sequence[PassItem]
-    ) -> torch.Tensor:
+    def _run_layers(self, hidden: torch.Tensor, start: int, end: int, items: Sequence[PassItem]) -> torch.Tensor:
         """hidden [1, T, hidden] through blocks `[start, end)`. Does what the library's model wrapper does
         around its layers: position embeddings by the kind of layer, no mask, no cache of the library's.
         """
@@ -119,9 +115,7 @@ class Executor:
             if kind is None:
                 hidden = layer.forward(hidden, attention_mask=None, pack=pack)
             else:
-                hidden = layer.forward(
-                    hidden, attention_mask=None, position_embeddings=rotary[kind], pack=pack
-                )
+                hidden = layer.forward(hidden, attention_mask=None, position_embeddings=rotary[kind], pack=pack)
         return hidden
 
 

@@ -34,6 +34,7 @@ from swarm.families import Family, family_of, text_config
 from swarm.hive import Hive
 from swarm.identity import Identity
 from swarm.joincode import JoinCode
+from swarm.p2pd import refuse_taken_port
 from swarm.paths import free_peer_key, held
 from swarm.progress import Progress, silent
 from swarm.records import RecordPolicy
@@ -82,6 +83,8 @@ class Node:
         self.serving: Serving
 
     async def __aenter__(self) -> Node:
+        if self.config.direct and self.config.port:
+            refuse_taken_port(self.config.host, self.config.port)  # now, not when all weights are loaded
         async with AsyncExitStack() as stack:
             self._take_identity(stack)
             self._thread = await stack.enter_async_context(ComputeThread(threads=self.config.threads))

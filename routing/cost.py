@@ -29,6 +29,7 @@ class CostSettings:
     decode_s: float = 0.005  # one token, one block
     prefill_s: float = 0.0002  # one token of a chunk, one block
     bandwidth: float = 12.5e6  # bytes a second, 100 Mbit/s
+    hop_s: float = 0.0  # of any hop, however few blocks it runs: taking the step, packing, handing it on
     weight: float = 0.25  # of a new measurement in the running mean
     link_half_life_s: float = 300.0
     compute_half_life_s: float = 120.0
@@ -40,6 +41,8 @@ class CostSettings:
         for name in ("bandwidth", "link_half_life_s", "compute_half_life_s", "queue_half_life_s"):
             if not getattr(self, name) > 0:
                 raise BadInput(f"{name} must be above 0, not {getattr(self, name)}")
+        if not 0 <= self.hop_s <= LONGEST_S / 2:
+            raise BadInput(f"hop_s must not be negative or absurdly long, not {self.hop_s}")
 
 
 class Mean:
@@ -163,9 +166,9 @@ class Costs:
         return min(nbytes / rate, LONGEST_S)
 
     def queue_s(self, record: PeerRecord) -> float:
-        """How long a step waits at a peer: measured, else claimed."""
+        """How long a step is held up at a peer: its wait, measured or else claimed, and what any hop takes."""
         claimed = _sane(record.queue_s) or 0.0
-        return self._known(self._queue, record.peer_id, claimed)
+        return self.settings.hop_s + self._known(self._queue, record.peer_id, claimed)
 
     def block_s(self, record: PeerRecord, tokens: int) -> float:
         """Time of `tokens` tokens through one block of a peer: measured, else claimed, else the default.

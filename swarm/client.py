@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from routing.cost import CLIENT, Costs
+from routing.cost import CLIENT, Costs, CostSettings
 from routing.errors import DaemonFailed, SwarmError, TimedOut, Unreachable, WrongModel
 from routing.health import Health
 from routing.planner import Plan, Request, plan
@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest"
 TICK_S = 0.25
+HOP_S = 0.002  # one more hop on loopback costs about this; a route is not cut up for less
 MOST_GOODBYES = 64  # CLOSE frames kept for a peer that is not connected now
 PROBES_AT_ONCE = 8
 
@@ -72,7 +73,7 @@ class SwarmClient:
         self.checkpoint, self.family, self.join, self.config = checkpoint, family, join, config
         self.n_blocks = family.n_blocks(text_config(checkpoint.config))
         self.view = View({}, self.n_blocks)
-        self.costs = Costs()
+        self.costs = Costs(CostSettings(hop_s=HOP_S))
         self.health = Health()
         self.busy_until: dict[PeerId, float] = {}
         self.sessions: dict[bytes, Session] = {}

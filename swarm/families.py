@@ -66,9 +66,7 @@ class Family:
     def head_shape(self, config: PreTrainedConfig) -> tuple[int, int]:
         """(KV heads, width of a head), the same for every block of the families here."""
         heads = config.num_attention_heads
-        width = (
-            getattr(config, "head_dim", None) if self.grouped_heads else None
-        ) or config.hidden_size // heads
+        width = (getattr(config, "head_dim", None) if self.grouped_heads else None) or config.hidden_size // heads
         return (config.num_key_value_heads if self.grouped_heads else heads), width
 
     # Names in the checkpoint
@@ -80,16 +78,12 @@ class Family:
                 return root
         raise DamagedWeights(f"the checkpoint holds no {self.roots[0]}{self.embed}, which {self.name} needs")
 
-    def block_tensors(
-        self, config: PreTrainedConfig, index: int, available: Collection[str]
-    ) -> tuple[str, ...]:
+    def block_tensors(self, config: PreTrainedConfig, index: int, available: Collection[str]) -> tuple[str, ...]:
         """The stored tensors that block `index` needs, sorted. Raises DamagedWeights if one is missing."""
         config = text_config(config)
         prefix = f"{self.root(available)}{self.layers}.{index}."
         wanted = _parameter_names(self, config, index)
-        sources = {
-            name: self._target(name.removeprefix(prefix))[0] for name in available if name.startswith(prefix)
-        }
+        sources = {name: self._target(name.removeprefix(prefix))[0] for name in available if name.startswith(prefix)}
         missing = wanted - set(sources.values())
         if missing:
             raise DamagedWeights(
@@ -111,9 +105,7 @@ class Family:
         if self.position_embed:
             names["position"] = root + self.position_embed
         if not config.tie_word_embeddings:
-            names["head"] = (
-                "language_model.lm_head.weight" if root == "language_model.model." else "lm_head.weight"
-            )
+            names["head"] = "language_model.lm_head.weight" if root == "language_model.model." else "lm_head.weight"
         for name in names.values():
             if name not in available:
                 raise DamagedWeights(f"the checkpoint lacks {name}")
@@ -144,9 +136,7 @@ class Family:
                 converted = converter.convert(target, config=config)
             except (RuntimeError, ValueError) as error:
                 raise DamagedWeights(f"the experts of block {index} do not fit together: {error}") from error
-            plain.update(
-                {key: value[0] if isinstance(value, list) else value for key, value in converted.items()}
-            )
+            plain.update({key: value[0] if isinstance(value, list) else value for key, value in converted.items()})
         return plain
 
     def _target(self, inside: str) -> tuple[str, WeightConverter | None, str]:

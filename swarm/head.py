@@ -43,11 +43,7 @@ class Head:
         by_role = {role: tensors.pop(name).to(device) for role, name in names.items()}
         norm = family.build_norm(config)
         norm.load_state_dict(
-            {
-                role.removeprefix("norm."): tensor
-                for role, tensor in by_role.items()
-                if role.startswith("norm.")
-            },
+            {role.removeprefix("norm."): tensor for role, tensor in by_role.items() if role.startswith("norm.")},
             assign=True,
         )
         scale = family.embed_scale(config)
@@ -79,10 +75,7 @@ class Head:
     @torch.no_grad()
     def embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """token_ids [T], positions [T] (int64) -> hidden [T, hidden]. Raises BadInput, PromptTooLong."""
-        if (
-            token_ids.numel()
-            and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.embedding.shape[0]
-        ):
+        if token_ids.numel() and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self.embedding.shape[0]:
             raise BadInput(f"a token id is not in the model's vocabulary of {self.embedding.shape[0]}")
         hidden = F.embedding(token_ids, self.embedding)
         if self.scale is not None:

@@ -257,7 +257,7 @@ class Recipe:
     async def launch(self, validator: Validator) -> Life:
         """A p2pd and a DHT node on it, which knows nobody yet. Raises DaemonFailed, PortInUse, BadInput."""
         use_hivemind_log_handler("nowhere")  # its messages go where the program's own go
-        version = _refuse_taken_port(self.host, self.port)
+        version = refuse_taken_port(self.host, self.port)
         if self.daemon is not None and shutil.which(self.daemon) is None:
             raise DaemonFailed(f"p2pd did not start: {self.daemon} was not found, or cannot be run")
         p2p: list[P2P] = []  # filled before p2pd starts, so that it ends with us whatever happens
@@ -367,7 +367,7 @@ def parse_bootstrap(addresses: Iterable[str]) -> Targets:
     return targets
 
 
-def _refuse_taken_port(host: str, port: int) -> int:
+def refuse_taken_port(host: str, port: int) -> int:
     """4 or 6, the IP version of `host`. p2pd would share a taken port with its holder, in silence."""
     try:
         version = ipaddress.ip_address(host).version

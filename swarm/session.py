@@ -144,6 +144,9 @@ class Session:
             raise self.driver.stopped
         if self._output is not None:
             raise BadInput("a session takes one step at a time", advice="Open one session a sequence.")
+        vocab = self.client.head.embedding.shape[0]
+        if wrong := [token for token in token_ids if not 0 <= token < vocab]:
+            raise BadInput(f"token id {wrong[0]} is not in the model's vocabulary of {vocab}")
         if self.driver.awaiting:
             self.driver.rollback(self.driver.done_to)  # a step that was cancelled; its tokens come with this one
         now = time.monotonic()
@@ -269,23 +272,24 @@ class Session:
         self._healing = self.client.spawn(self._find_route(reason, now))
 
     async def _find_route(self, reason: str, since: float) -> None:
-        before = self.driver.route
         assert self._trouble_since is not None
         try:
             async with asyncio.timeout(self._trouble_since + self._limit_s - since) as self._patience:
                 await asyncio.sleep(next(self._pauses, self._limit_s))
                 await self._settle_edges()
                 plan = await self._connected_plan(since)
+            self._healing = self._patience = None
+            self._take(plan, reason, since)
         except TimeoutError:
             self._fail(self._gave_up(reason))
-            return
         except SwarmError as error:
             self._fail(error)
-            return
         finally:
-            self._healing = self._patience = None
-        self.plan = plan
-        now = time.monotonic()
+            if self._healing is asyncio.current_task():
+                self._healing = self._patience = None
+
+    def _take(self, plan: Plan, reason: str, since: float) -> None:
+        self.plan, before, now = plan, self.driver.route, time.monotonic()
         addresses = {peer_id: self.client.addresses(peer_id) for peer_id in plan.route.peers}
         self.driver.open(plan.route, addresses, now)
         self.client.watch(plan.route.peers)

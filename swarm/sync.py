@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any, TypeVar
 
+from routing.errors import BadInput
 from swarm import model as asynchronous
 from swarm.generation import GenerationResult, Token
 from swarm.model import Prompt, SwarmStatus
@@ -44,7 +45,10 @@ class _Loop:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs it to its end. Ctrl-C, or a notebook's stop button, cancels it there and raises here, once it has
-        ended there, too: what it used is free again then."""
+        ended there, too: what it used is free again then. Raises BadInput after `stop`."""
+        if self._loop.is_closed():
+            work.close()
+            raise BadInput("the model is closed")
         result: Future[T] = Future()
         tasks: list[asyncio.Task[T]] = []
 
@@ -75,9 +79,11 @@ class _Loop:
                     return
                 yield item
         finally:
-            self.run(items.aclose())  # type: ignore[attr-defined]
+            if not self._loop.is_closed():
+                self.run(items.aclose())  # type: ignore[attr-defined]
 
     def stop(self) -> None:
+        self.run(self._loop.shutdown_asyncgens())  # generators that nobody read to their end
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import psutil
 import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
@@ -33,10 +34,12 @@ PUBLIC = {"swarm", "swarm.figures", "swarm.render", "swarm.sync", "routing.error
 PROBES = {
     QUICKSTART: """
 import json
+import os
 
 figure = plots.token_figure(session.traces, session.recoveries, {"peer killed": killed_at})
 axes = figure.axes[0]
 print(json.dumps({
+    "kernel": os.getpid(),
     "returncodes": {peer.peer_id: peer.process.returncode for peer in peers.peers},
     "victim": victim.peer_id,
     "undisturbed": undisturbed,
@@ -72,7 +75,7 @@ def run(path: Path, scratch: Path, more: Sequence[str] = ()) -> NotebookNode:
         coalesce_streams=True,
         resources={"metadata": {"path": str(scratch)}},
     )
-    return client.execute()
+    return client.execute(cleanup_kc=True)  # the kernel ends, however this ends
 
 
 @pytest.fixture(scope="module", params=NOTEBOOKS, ids=lambda path: path.name)
@@ -146,6 +149,7 @@ def test_quickstart_really_kills_a_peer_in_use_and_leaves_nothing_running(quicks
     assert victim == facts["before"][-1] and victim not in facts["after"]
     assert len(facts["returncodes"]) == 3 and None not in facts["returncodes"].values()
     assert text_of(quickstart, "close").endswith("0\n")
+    assert not psutil.pid_exists(facts["kernel"])
 
 
 @pytest.mark.processes

@@ -77,9 +77,7 @@ def test_only_the_clients_tensors_are_read(checkpoint, monkeypatch):
     )
     family = family_of(checkpoint.config)
     head = Head.load(checkpoint, family, torch.float32)
-    assert sorted(asked) == sorted(
-        family.client_tensors(checkpoint.config, checkpoint.tensor_names()).values()
-    )
+    assert sorted(asked) == sorted(family.client_tensors(checkpoint.config, checkpoint.tensor_names()).values())
     assert head.nbytes == sum(checkpoint.nbytes(name) for name in asked)
     assert (head.weight is head.embedding) == checkpoint.config.tie_word_embeddings
 

@@ -361,6 +361,9 @@ class InProcessSwarm:
         """The newest of that identity."""
         return next(peer for peer in reversed(self.peers) if peer.peer_id == peer_id)
 
+    def by_span(self, span: str) -> InProcessPeer:
+        return next(peer for peer in reversed(self.peers) if str(peer.span) == span)
+
     @property
     def living(self) -> list[InProcessPeer]:
         return [peer for peer in self.peers if peer.alive]

@@ -407,7 +407,7 @@ async def test_input_that_is_not_finite_names_the_edge_and_bans_nobody(tiny: Pat
 
 async def test_a_client_that_sends_nonsense_gets_an_error(tiny: Path, local: Reference) -> None:
     """No retry without a bound, also where every peer refuses."""
-    async with running(tiny, SPARED, recovery_s=1.0) as (swarm, model), model.session() as session:
+    async with running(tiny, SPARED, recovery_s=1.0) as (_, model), model.session() as session:
         embed = model.client.head.embed
         object.__setattr__(model.client.head, "embed", lambda ids, at: embed(ids, at) * torch.nan)
         begun = time.monotonic()
@@ -596,7 +596,7 @@ async def test_who_waits_is_served_by_a_peer_that_comes_later(tiny: Path, local:
 
 
 async def test_waiting_ends(tiny: Path, local: Reference) -> None:
-    async with running(tiny, ["0:3"], wait_s=0.5) as (swarm, model), model.session() as session:
+    async with running(tiny, ["0:3"], wait_s=0.5) as (_, model), model.session() as session:
         begun = time.monotonic()
         with pytest.raises(NoRoute):
             await Text(session, local).more(1)

@@ -32,6 +32,7 @@ class Text:
 
     def __init__(self, session: TextSession, local: Reference, prompt: str):
         self.session, self._local, self._ids = session, local, local.ids(prompt)
+        local.greedy(self._ids, TOKENS)  # once for each prompt: what transformers' own loop gives
         self._stream = session.generate(self._ids, max_new_tokens=TOKENS, ignore_eos=True)
         self.tokens: list[int] = []
 

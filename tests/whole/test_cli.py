@@ -1,0 +1,267 @@
+"""The command line against real peer processes: what a user sees, exit codes, and Ctrl-C as a terminal sends it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from swarm.cli import main
+from swarm.joincode import JoinCode
+from swarm.local import LocalSwarm
+from tests.swarm.test_cli import restored  # noqa: F401  a fixture for each test here
+from tests.whole.reference import Reference
+
+pytestmark = pytest.mark.processes
+
+PATIENCE_S = 120.0
+SPANS = ("0:4", "3:6")
+
+
+@pytest.fixture(scope="module")
+def swarm(tiny: Path) -> Iterator[LocalSwarm]:
+    with LocalSwarm(str(tiny), SPANS) as swarm:
+        yield swarm
+
+
+class Result:
+    def __init__(self, code: int, out: str, err: str):
+        self.code, self.out, self.err = code, out, err
+        assert "Traceback" not in err and "Traceback" not in out
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return json.loads(self.out.splitlines()[-1])
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str]) -> Any:
+    """A command in this process: its imports are paid already."""
+
+    def run(*arguments: str) -> Result:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        out, err = capfd.readouterr()
+        return Result(int(ended.value.code or 0), out, err)
+
+    return run
+
+
+def launch(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """A command in a process and a process group of its own, as a shell starts it."""
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(
+        [sys.executable, "-m", "swarm.cli", *arguments], text=True, start_new_session=True, **{**streams, **options}
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> Result:
+    out, err = process.communicate(timeout=PATIENCE_S)
+    return Result(process.returncode, out, err)
+
+
+# -- what it prints ------------------------------------------------------------------------------------------------
+
+
+def test_status(command, swarm):
+    shown = command("status", "--join", swarm.join_code)
+    assert shown.code == 0 and not shown.err
+    assert "All 6 blocks are served" in shown.out and str(swarm.peers[0].peer_id)[-6:] in shown.out
+    facts = command("status", "--json", "--join", swarm.join_code).facts
+    assert facts["complete"] and facts["coverage"] == [1, 1, 1, 2, 1, 1] and facts["n_blocks"] == 6
+    assert facts["family"] == "llama" and [peer["blocks"] for peer in facts["peers"]] == list(SPANS)
+    assert all(peer["answers"] and peer["rtt_ms"] > 0 and peer["cache_free"] for peer in facts["peers"])
+    # The code of now names both peers, so it still works when either of them is gone.
+    named = {address.rpartition("/p2p/")[2] for address in JoinCode.parse(facts["join_code"]).bootstrap}
+    assert named == {peer.peer_id for peer in swarm.peers}
+
+
+def test_generate(command, swarm, tiny, local: Reference, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("The quick brown\n"))
+    common = ["--join", swarm.join_code, "--max-new-tokens", "20", "--raw"]
+    shown = command("generate", str(tiny), "-", *common)
+    ids = local.ids("The quick brown")
+    expected = local.generate(ids, max_new_tokens=20, do_sample=False)
+    assert shown.code == 0 and shown.out == local.tokenizer.decode(expected, skip_special_tokens=True) + "\n"
+    assert len(shown.err.splitlines()) == 1 and f"{len(expected)} tokens at" in shown.err
+    facts = command("generate", str(tiny), "The quick brown", *common, "--json").facts
+    assert facts["ids"] == expected and facts["recoveries"] == [] and facts["tokens_per_s"] > 0
+    assert {hop["peer"] for hop in facts["route"]} == {peer.peer_id for peer in swarm.peers}
+
+
+def test_generate_asks_through_the_chat_template(command, swarm, tiny, local: Reference):
+    facts = command("generate", str(tiny), "Hi", "--json", "--max-new-tokens", "4", "--join", swarm.join_code).facts
+    messages = [{"role": "user", "content": "Hi"}]
+    ids = local.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert facts["prompt_tokens"] == len(ids)
+    assert facts["ids"] == local.generate(ids, max_new_tokens=4, do_sample=False)
+
+
+def test_chat_from_a_pipe(command, swarm, tiny, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n/route\nMore\n"))
+    shown = command("chat", str(tiny), "--json", "--max-new-tokens", "5", "--join", swarm.join_code)
+    first, second = map(json.loads, shown.out.splitlines())
+    assert shown.code == 0 and not shown.err
+    assert second["prompt_tokens"] > first["prompt_tokens"] + first["tokens"]
+
+
+# -- what goes wrong -----------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_longer_than_the_context(command, swarm, tiny):
+    shown = command("generate", str(tiny), "x" * 600, "--join", swarm.join_code)
+    assert shown.code == 3 and "PromptTooLong: 6" in shown.err and "Shorten the prompt" in shown.err and not shown.out
+
+
+def test_another_model_than_the_swarms(command, swarm, tmp_path):
+    from tests.tiny import make_tiny
+
+    other = make_tiny("llama", tmp_path, layers=6, seed=1, tokenizer=True)
+    shown = command("generate", str(other), "x", "--json", "--join", swarm.join_code)
+    assert shown.code in (3, 5) and shown.facts["error"] in ("DamagedWeights", "WrongModel")
+
+
+def test_what_serve_refuses(swarm, tiny):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        here = ["--host", "127.0.0.1"]
+        in_use = launch("serve", str(tiny), "--port", port, *here)
+        outside = launch("serve", str(tiny), "--blocks", "4:9", "--json", *here)
+        typo = launch("serve", str(tiny), "--join", swarm.join_code[:-2], *here)
+        shown = finish(in_use)
+        assert shown.code == 6 and port in shown.err and "PortInUse" in shown.err and "--port" in shown.err
+    shown = finish(outside)
+    assert shown.code == 2 and shown.facts["error"] == "BadInput" and "the model has 6" in shown.facts["message"]
+    shown = finish(typo)
+    assert shown.code == 5 and "BadJoinCode" in shown.err
+
+
+# -- Ctrl-C --------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_says_goodbye(command, swarm, tiny):
+    """To the whole process group, as a terminal does it: p2pd has to survive it until the goodbye is said."""
+    process = launch("serve", str(tiny), "--blocks", "1:3", "--json", "--host", "127.0.0.1", "--join", swarm.join_code)
+    assert process.stdout is not None
+    serving = json.loads(process.stdout.readline())
+    group = [each for each in psutil.process_iter(["pid"]) if _group_of(each.pid) == process.pid]
+    assert len(group) == 1, "p2pd must not get what a terminal sends to the peer"
+    os.killpg(process.pid, signal.SIGINT)
+    shown = finish(process)
+    assert shown.code == 0 and shown.facts == {"event": "left"} and not shown.err
+    facts = command("status", "--json", "--join", swarm.join_code).facts
+    assert {"peer": serving["peer_id"], "blocks": "1:3"} in facts["left"]
+    assert serving["peer_id"] not in [peer["peer"] for peer in facts["peers"]]
+
+
+def _group_of(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def test_ctrl_c_stops_generate(swarm, tiny):
+    process = launch(
+        "generate", str(tiny), "Hi", "--raw", "--max-new-tokens", "400", "--join", swarm.join_code, stdin=None
+    )
+    assert process.stdout is not None
+    process.stdout.read(1)
+    os.killpg(process.pid, signal.SIGINT)
+    shown = finish(process)
+    assert shown.code == 130 and shown.err == "interrupted\n"
+
+
+class Typist:
+    """A command in a terminal of its own."""
+
+    def __init__(self, *arguments: str):
+        self.pid, self._terminal = pty.fork()
+        if self.pid == 0:
+            os.execv(sys.executable, [sys.executable, "-m", "swarm.cli", *arguments])
+        self.screen = ""
+
+    def type(self, keys: str) -> None:
+        os.write(self._terminal, keys.encode())
+
+    def wait_for(self, words: str, *, after: int = 0) -> int:
+        """Where `words` end on the screen."""
+        deadline = time.monotonic() + PATIENCE_S
+        while words not in self.screen[after:]:
+            ready, _, _ = select.select([self._terminal], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"{words!r} did not come: {self.screen!r}"
+            self.screen += os.read(self._terminal, 65536).decode(errors="replace")
+        return self.screen.index(words, after) + len(words)
+
+    def end(self) -> int:
+        try:
+            while os.read(self._terminal, 65536):
+                pass
+        except OSError:  # Linux's way to say that the other side has ended
+            pass
+        os.close(self._terminal)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def test_a_chat_in_a_terminal(swarm, tiny):
+    typist = Typist("chat", str(tiny), "--join", swarm.join_code)
+    at = typist.wait_for("> ")
+    typist.type("Tell me all\n")
+    at = typist.wait_for("Tell me all\r\n", after=at)
+    at = typist.wait_for("\N{REPLACEMENT CHARACTER}", after=at)  # what a random model says is hardly ever a character
+    typist.type("\x03")
+    at = typist.wait_for("Ctrl-C once more leaves", after=at)
+    typist.type("/route\n")
+    at = typist.wait_for(swarm.peers[1].peer_id[-6:], after=at)
+    typist.type("/exit\n")
+    assert typist.end() == 0
+    assert "Traceback" not in typist.screen
+
+
+# -- the swarm changes (last: it is not the same afterwards) ------------------------------------------------------------
+
+
+def test_blocks_that_nobody_serves(command, swarm, tiny, local: Reference):
+    code = swarm.join_code
+    assert swarm.peers[1].leave() == 0
+    shown = command("status", "--join", code)
+    assert shown.code == 4 and "Nobody serves 4:6" in shown.out
+    shown = command("generate", str(tiny), "Hi", "--raw", "--join", code)
+    assert shown.code == 4 and "4:6" in shown.err and "--wait" in shown.err and not shown.out
+    shown = command("generate", str(tiny), "Hi", "--raw", "--join", code, "--wait", "0.5", "--json")
+    assert shown.code == 4 and shown.facts["error"] == "NoRoute" and "4:6" in shown.facts["message"]
+    helper = threading.Thread(target=swarm.add, args=("4:6",))
+    helper.start()
+    shown = command("generate", str(tiny), "Hi", "--raw", "--max-new-tokens", "5", "--join", code, "--wait", "120")
+    helper.join()
+    expected = local.generate(local.ids("Hi"), max_new_tokens=5, do_sample=False)
+    assert shown.code == 0 and shown.out == local.tokenizer.decode(expected, skip_special_tokens=True) + "\n"
+    assert "nobody serves blocks 4:6; waiting up to 120 s" in shown.err
+
+
+def test_the_demo():
+    shown = finish(launch("demo", "--json", "--tokens", "64"))
+    assert shown.code == 0 and not shown.err
+    facts = shown.facts
+    assert facts["tokens_identical"] is True and facts["tokens"] == 64 and facts["tokens_per_s"] > 0
+    killed, before, after = facts["killed"], facts["route_before"], facts["route_after"]
+    assert killed in [hop["peer"] for hop in before] and killed not in [hop["peer"] for hop in after]
+    assert all(hop["ms"] > 0 for hop in [*before, *after])
+    assert facts["recoveries"] and facts["stall_ms"] > 0
