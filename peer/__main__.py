@@ -16,7 +16,7 @@ import typer
 
 from routing.types import Span
 from swarm.joincode import JoinCode
-from swarm.terminal import Console, guarded, run, setup_logging
+from swarm.terminal import Console, guarded, process, run, setup_logging
 
 app = typer.Typer(
     add_completion=False,
@@ -150,7 +150,7 @@ def _announce(serving, model: str, console: Console) -> None:
 
 
 def main() -> None:
-    app(prog_name="swarm serve")
+    process(lambda: app(prog_name="swarm serve"))
 
 
 if __name__ == "__main__":

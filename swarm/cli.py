@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from swarm.terminal import INTERRUPTED, Console, guarded, setup_logging
+from swarm.terminal import INTERRUPTED, Console, guarded, process, setup_logging
+from swarm.terminal import run as run_loop
 
 UsageError: Any = typer.BadParameter.__mro__[1]  # of click, or of typer's own copy of it: as the version has it
 
@@ -121,14 +122,13 @@ def generate(
         _check(join)
         from swarm.commands.asking import Asking
         from swarm.commands.generate import generate as answer
-        from swarm.terminal import run
 
         asking = Asking(
             model=model, join=join, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
             repetition_penalty=repetition_penalty, seed=seed, stop=tuple(stop), system=system, wait_s=wait,
             timeout_s=timeout, dtype=dtype,
         )  # fmt: skip
-        run(answer(console, asking, text, raw=raw))
+        run_loop(answer(console, asking, text, raw=raw))
 
 
 @app.command(no_args_is_help=True)
@@ -187,9 +187,8 @@ def status(join: Join, as_json: Json = False, verbose: Verbose = False) -> None:
     with guarded(console):
         _check(join)
         from swarm.commands.status import status as show
-        from swarm.terminal import run
 
-        sys.exit(run(show(console, join)))
+        sys.exit(run_loop(show(console, join)))
 
 
 @app.command()
@@ -229,15 +228,14 @@ def _console(as_json: bool, verbose: bool) -> Console:
     return Console(as_json=as_json, verbose=verbose)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def run(arguments: Sequence[str]) -> None:
     """Ends in SystemExit. With --json a wrong use of the options is a JSON object, too."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the program
     command: Any = typer.main.get_command(app)
     try:
-        sys.exit(command.main(arguments, prog_name="swarm", standalone_mode=False) or 0)
+        sys.exit(command.main(list(arguments), prog_name="swarm", standalone_mode=False) or 0)
     except UsageError as error:
         facts = {"event": "error", "error": "UsageError", "message": error.format_message(), "advice": ""}
         Console(as_json="--json" in arguments).event(facts)
@@ -245,6 +243,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except typer.Abort:
         sys.exit(INTERRUPTED)
+
+
+def main() -> NoReturn:
+    process(lambda: run(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -263,7 +263,7 @@ class ErrorPanel(JupyterMixin):
         body = Text(self.message)
         if self.advice:
             body.append(f"\n{self.advice}", style="dim")
-        yield Panel(body, title="error", title_align="left", border_style="red")
+        yield Panel(body, title="error", title_align="left", border_style="red", expand=False)
 
 
 def error_panel(error: SwarmError) -> ErrorPanel:

@@ -10,14 +10,13 @@ import json
 import logging
 import os
 import sys
-import threading
 import traceback
 import unicodedata
 import warnings
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
@@ -150,11 +149,6 @@ def interrupted(console: Console) -> None:
     """Ctrl-C: what had to be cleaned up has been, by whoever was interrupted."""
     console.event({"event": "interrupted"})
     console.note("interrupted")
-    busy = [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
-    if busy:  # in the middle of a download, say: the interpreter would wait for it, but not whoever pressed Ctrl-C
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(INTERRUPTED)
     sys.exit(INTERRUPTED)
 
 
@@ -179,13 +173,35 @@ def tell(console: Console, name: str, message: str, advice: str) -> None:
 
 
 def _stdout_is_closed() -> None:
-    """Whoever read our output has left (`| head`): nothing more to say, also not when the interpreter flushes."""
+    """Whoever read our output has left (`| head`): nothing more to say, also not what is still buffered."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(CLOSED_PIPE)
 
 
+def process(command: Callable[[], object]) -> NoReturn:
+    """Runs a command and ends the process at once with its exit code.
+
+    By then the command has cleaned up. The interpreter's own farewell would take apart what torch and transformers
+    have loaded, object by object: one to three seconds for nothing. It would also wait for threads in the middle of
+    something, a download for example, and so would whoever pressed Ctrl-C.
+    """
+    code: object = 0
+    try:
+        command()
+    except SystemExit as ended:
+        code = ended.code or 0
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:
+        code = CLOSED_PIPE
+    os._exit(code if isinstance(code, int) else BUG)
+
+
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Runs it on uvloop. Ctrl-C cancels it; once its clean-up is done, nobody waits for threads that still work."""
+    """Runs it on uvloop. Ctrl-C cancels it; when its clean-up is done, nobody waits for threads that still work."""
     import uvloop
 
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)

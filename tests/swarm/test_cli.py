@@ -21,7 +21,7 @@ from routing.errors import NoRoute, ProtocolError, TimedOut
 from routing.types import Hop, Route
 from swarm import demo as demonstration
 from swarm.about import About, public_name
-from swarm.cli import main
+from swarm.cli import run
 from swarm.commands import chat as chatting
 from swarm.commands.asking import Answer, Asking
 from swarm.figures import hop_times, longest_wait, rate, recovery_facts
@@ -53,7 +53,7 @@ def restored() -> Iterator[None]:
 
 def exit_code(*arguments: str) -> int:
     with pytest.raises(SystemExit) as ended:
-        main(arguments)
+        run(arguments)
     return int(ended.value.code or 0)
 
 
@@ -68,7 +68,7 @@ def python(code: str, **options: Any) -> subprocess.Popen[str]:
 def test_help_comes_before_anything_slow_is_imported():
     process = python(
         "import sys, swarm.cli\n"
-        "try: swarm.cli.main(['--help'])\n"
+        "try: swarm.cli.run(['--help'])\n"
         "finally: print(sorted({'torch', 'transformers', 'hivemind', 'uvloop', 'numpy'} & set(sys.modules)))"
     )
     out, err = process.communicate(timeout=60)
@@ -170,14 +170,16 @@ def test_an_interrupt_is_no_error(error, capsys):
 def test_an_interrupt_does_not_wait_for_a_download():
     process = python(
         "import asyncio, sys, time\n"
-        "from swarm.terminal import Console, guarded, run\n"
+        "from swarm.terminal import Console, guarded, process, run\n"
         "async def main():\n"
         "    download = asyncio.create_task(asyncio.to_thread(time.sleep, 300))\n"
         "    await asyncio.sleep(0)\n"
         "    print('ready', flush=True)\n"
         "    try: await download\n"
         "    finally: print('cleaned up', flush=True)\n"
-        "with guarded(Console()): run(main())\n"
+        "def command():\n"
+        "    with guarded(Console()): run(main())\n"
+        "process(command)\n"
     )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
@@ -187,9 +189,11 @@ def test_an_interrupt_does_not_wait_for_a_download():
 
 def test_a_reader_that_leaves_ends_it_in_silence():
     process = python(
-        "from swarm.terminal import Console, guarded\n"
-        "with guarded(Console()):\n"
-        "    while True: Console().plain('x' * 100)\n"
+        "from swarm.terminal import Console, guarded, process\n"
+        "def command():\n"
+        "    with guarded(Console()):\n"
+        "        while True: Console().plain('x' * 100)\n"
+        "process(command)\n"
     )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.readline()
@@ -203,7 +207,8 @@ def test_a_reader_that_leaves_ends_it_in_silence():
 
 
 def step(route: Route, *compute_s: float, tokens: int = 1) -> StepTrace:
-    hops = [HopTrace(hop=hop, queue_s=0.001, compute_s=s, network_s=0.002) for hop, s in zip(route, compute_s)]
+    pairs = zip(route, compute_s, strict=True)
+    hops = [HopTrace(hop=hop, queue_s=0.001, compute_s=s, network_s=0.002) for hop, s in pairs]
     return StepTrace(at_s=0.0, total_s=sum(compute_s), tokens=tokens, epoch=0, hops=tuple(hops))
 
 

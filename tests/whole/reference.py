@@ -14,12 +14,20 @@ NEAR_TIE = 1e-3
 
 
 class Reference:
-    """The local model in `folder`, and answers that it has given."""
+    """A local model, by default the one in a folder, and the answers that it has given."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32):
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        self.ties = 0
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        self._take(model, AutoTokenizer.from_pretrained(folder))
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any) -> Reference:
+        reference = cls.__new__(cls)
+        reference._take(model, tokenizer)
+        return reference
+
+    def _take(self, model: Any, tokenizer: Any) -> None:
+        self.model, self.tokenizer, self.ties = model.eval(), tokenizer, 0
         self._greedy: dict[tuple[int, ...], list[int]] = {}
 
     def ids(self, text: str) -> list[int]:

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from swarm.cli import main
+from swarm.cli import run
 from swarm.joincode import JoinCode
 from swarm.local import LocalSwarm
 from tests.swarm.test_cli import restored  # noqa: F401  a fixture for each test here
@@ -52,14 +52,14 @@ class Result:
 def command(capfd: pytest.CaptureFixture[str]) -> Any:
     """A command in this process: its imports are paid already."""
 
-    def run(*arguments: str) -> Result:
+    def command(*arguments: str) -> Result:
         capfd.readouterr()
         with pytest.raises(SystemExit) as ended:
-            main(arguments)
+            run(arguments)
         out, err = capfd.readouterr()
         return Result(int(ended.value.code or 0), out, err)
 
-    return run
+    return command
 
 
 def launch(*arguments: str, **options: Any) -> subprocess.Popen[str]:
@@ -235,7 +235,7 @@ def test_a_chat_in_a_terminal(swarm, tiny):
     assert "Traceback" not in typist.screen
 
 
-# -- the swarm changes (last: it is not the same afterwards) ------------------------------------------------------------
+# -- the swarm changes (last: it is not the same afterwards) ----------------------------------------------------------
 
 
 def test_blocks_that_nobody_serves(command, swarm, tiny, local: Reference):
