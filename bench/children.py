@@ -35,6 +35,8 @@ class ChildFailed(Exception):
 class Child:
     """One measuring process."""
 
+    leave_s = LEAVE_S  # what its own end may take
+
     def __init__(self, module: str, arguments: Sequence[str], folder: Path):
         self._name = module
         self._log = folder / f"{module}-{time.monotonic_ns()}.log"
@@ -86,7 +88,7 @@ class Child:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
-            self._process.wait(LEAVE_S)
+            self._process.wait(self.leave_s)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -95,6 +97,8 @@ class Child:
 
 class LocalModel(Child):
     """`transformers` generate, the yardstick, one torch thread."""
+
+    leave_s = 1.0  # it starts nothing that must be ended: a generation under way is just broken off
 
     def __init__(self, model: str, folder: Path):
         super().__init__("bench.local_model", [model], folder)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -23,10 +25,14 @@ POLL_S = 0.2
 
 async def main() -> None:
     torch.set_num_threads(1)
+    requests: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    work = asyncio.current_task()
+    assert work is not None
+    threading.Thread(target=read, args=(requests, asyncio.get_running_loop(), work), daemon=True).start()
     async with SwarmModel.connect(sys.argv[1], join=sys.argv[2], threads=1) as model:
         say({"event": "ready"})
-        while line := await asyncio.to_thread(sys.stdin.readline):
-            request = json.loads(line)
+        while True:
+            request = await requests.get()
             try:
                 say(await (generate(model, request) if request["do"] == "generate" else wait(model, request)))
             except (SwarmError, TimeoutError) as error:
@@ -37,6 +43,13 @@ async def main() -> None:
                     raise
                 first = errors.exceptions[0]
                 say({"event": "failed", "error": f"{type(first).__name__}: {first}"})
+
+
+def read(requests: asyncio.Queue[dict[str, Any]], loop: asyncio.AbstractEventLoop, work: asyncio.Task[None]) -> None:
+    """On a thread: requests in; when they end, whatever is being done ends too."""
+    for line in sys.stdin:
+        loop.call_soon_threadsafe(requests.put_nowait, json.loads(line))
+    loop.call_soon_threadsafe(work.cancel)
 
 
 async def generate(model: SwarmModel, request: dict[str, Any]) -> dict[str, Any]:
@@ -91,4 +104,5 @@ def say(facts: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(main())
+    with contextlib.suppress(asyncio.CancelledError):
+        uvloop.run(main())

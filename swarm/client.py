@@ -105,10 +105,14 @@ class SwarmClient:
         identity = await asyncio.to_thread(Identity.load_or_create, config.identity_path or client_key())
         self.name_secret = identity.secret(b"names")
         thread = await stack.enter_async_context(ComputeThread(threads=config.threads, name="head"))
-        joining = self._tasks.spawn(self._join_swarm(stack, identity))
-        self.head = await thread.run(Head.load, self.checkpoint, self.family, config.dtype)
+        joining = asyncio.create_task(self._join_swarm(stack, identity))
+        try:
+            self.head = await thread.run(Head.load, self.checkpoint, self.family, config.dtype)
+            streams = await joining
+        finally:
+            joining.cancel()
+            await asyncio.wait([joining])
         self.scorer = BatchingScorer(self.head, thread, self._tasks)
-        streams = await joining
         self._endpoint = await stack.enter_async_context(
             Endpoint(
                 identity=identity,

@@ -114,7 +114,7 @@ async def tell(
     on_kill: Callable[[Hop], object],
 ) -> Told:
     """Ask the swarm, and SIGKILL the last peer of the route in mid-answer. Raises what `SwarmModel` raises."""
-    kill_at = min(tokens // 2, LEAST_TOKENS - 1)  # an answer may end once it has LEAST_TOKENS
+    kill_at = min(2 * tokens // 5, LEAST_TOKENS - 1)  # an answer may end once it has LEAST_TOKENS
     killed: Hop | None = None
     before: tuple[HopTimes, ...] = ()
     said: list[Token] = []

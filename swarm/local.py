@@ -218,7 +218,7 @@ class LocalSwarm:
             self._folder.cleanup()
 
     def by_id(self, peer_id: str) -> LocalPeer:
-        return next(peer for peer in self.peers if peer.facts.get("peer_id") == peer_id)
+        return next(peer for peer in reversed(self.peers) if peer.facts.get("peer_id") == peer_id)
 
 
 def _silent(line: str) -> None:

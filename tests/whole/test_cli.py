@@ -62,12 +62,25 @@ def command(capfd: pytest.CaptureFixture[str]) -> Any:
     return command
 
 
-def launch(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+@pytest.fixture
+def launch() -> Iterator[Any]:
     """A command in a process and a process group of its own, as a shell starts it."""
-    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(
-        [sys.executable, "-m", "swarm.cli", *arguments], text=True, start_new_session=True, **{**streams, **options}
-    )
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        command = [sys.executable, "-m", "swarm.cli", *arguments]
+        started.append(subprocess.Popen(command, text=True, start_new_session=True, **{**streams, **options}))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        if process.poll() is None:  # the test has failed
+            process.kill()
+            process.wait()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
 
 
 def finish(process: subprocess.Popen[str]) -> Result:
@@ -136,7 +149,7 @@ def test_another_model_than_the_swarms(command, swarm, tmp_path):
     assert shown.code in (3, 5) and shown.facts["error"] in ("DamagedWeights", "WrongModel")
 
 
-def test_what_serve_refuses(swarm, tiny):
+def test_what_serve_refuses(launch, swarm, tiny):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -156,7 +169,7 @@ def test_what_serve_refuses(swarm, tiny):
 # -- Ctrl-C --------------------------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_says_goodbye(command, swarm, tiny):
+def test_ctrl_c_says_goodbye(command, launch, swarm, tiny):
     """To the whole process group, as a terminal does it: p2pd has to survive it until the goodbye is said."""
     process = launch("serve", str(tiny), "--blocks", "1:3", "--json", "--host", "127.0.0.1", "--join", swarm.join_code)
     assert process.stdout is not None
@@ -178,10 +191,8 @@ def _group_of(pid: int) -> int:
         return 0
 
 
-def test_ctrl_c_stops_generate(swarm, tiny):
-    process = launch(
-        "generate", str(tiny), "Hi", "--raw", "--max-new-tokens", "400", "--join", swarm.join_code, stdin=None
-    )
+def test_ctrl_c_stops_generate(launch, swarm, tiny):
+    process = launch("generate", str(tiny), "Hi", "--raw", "--max-new-tokens", "400", "--join", swarm.join_code)
     assert process.stdout is not None
     process.stdout.read(1)
     os.killpg(process.pid, signal.SIGINT)
@@ -190,16 +201,19 @@ def test_ctrl_c_stops_generate(swarm, tiny):
 
 
 class Typist:
-    """A command in a terminal of its own."""
+    """Somebody at a terminal in which a command runs."""
 
-    def __init__(self, *arguments: str):
-        self.pid, self._terminal = pty.fork()
-        if self.pid == 0:
-            os.execv(sys.executable, [sys.executable, "-m", "swarm.cli", *arguments])
+    def __init__(self, launch: Any, *arguments: str):
+        self._terminal, other = pty.openpty()
+        self._process = launch(*arguments, stdin=other, stdout=other, stderr=other)
+        os.close(other)
         self.screen = ""
 
     def type(self, keys: str) -> None:
         os.write(self._terminal, keys.encode())
+
+    def press_ctrl_c(self) -> None:
+        os.killpg(self._process.pid, signal.SIGINT)
 
     def wait_for(self, words: str, *, after: int = 0) -> int:
         """Where `words` end on the screen."""
@@ -207,26 +221,26 @@ class Typist:
         while words not in self.screen[after:]:
             ready, _, _ = select.select([self._terminal], [], [], max(0.0, deadline - time.monotonic()))
             assert ready, f"{words!r} did not come: {self.screen!r}"
-            self.screen += os.read(self._terminal, 65536).decode(errors="replace")
+            try:
+                self.screen += os.read(self._terminal, 65536).decode(errors="replace")
+            except OSError:  # Linux's way to say that nobody is there any more
+                pytest.fail(f"it has ended before {words!r}: {self.screen!r}")
         return self.screen.index(words, after) + len(words)
 
     def end(self) -> int:
-        try:
-            while os.read(self._terminal, 65536):
-                pass
-        except OSError:  # Linux's way to say that the other side has ended
-            pass
+        """The exit code."""
+        code = self._process.wait(PATIENCE_S)
         os.close(self._terminal)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return code
 
 
-def test_a_chat_in_a_terminal(swarm, tiny):
-    typist = Typist("chat", str(tiny), "--join", swarm.join_code)
+def test_a_chat_in_a_terminal(launch, swarm, tiny):
+    typist = Typist(launch, "chat", str(tiny), "--join", swarm.join_code)
     at = typist.wait_for("> ")
     typist.type("Tell me all\n")
     at = typist.wait_for("Tell me all\r\n", after=at)
     at = typist.wait_for("\N{REPLACEMENT CHARACTER}", after=at)  # what a random model says is hardly ever a character
-    typist.type("\x03")
+    typist.press_ctrl_c()
     at = typist.wait_for("Ctrl-C once more leaves", after=at)
     typist.type("/route\n")
     at = typist.wait_for(swarm.peers[1].peer_id[-6:], after=at)
@@ -256,7 +270,7 @@ def test_blocks_that_nobody_serves(command, swarm, tiny, local: Reference):
     assert "nobody serves blocks 4:6; waiting up to 120 s" in shown.err
 
 
-def test_the_demo():
+def test_the_demo(launch):
     shown = finish(launch("demo", "--json", "--tokens", "64"))
     assert shown.code == 0 and not shown.err
     facts = shown.facts
