@@ -50,6 +50,7 @@ TICK_S = 0.25
 HOP_S = 0.002  # one more hop on loopback costs about this; a route is not cut up for less
 MOST_GOODBYES = 64  # CLOSE frames kept for a peer that is not connected now
 PROBES_AT_ONCE = 8
+FIRST_PROBE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +125,10 @@ class SwarmClient:
             )
         )
         await self.refresh()
-        await self.probe()
         background = Tasks()
         stack.push_async_callback(background.close)  # before the endpoint that it dials with
+        # Those who answer do so soon; one that is frozen must not keep everybody waiting.
+        await asyncio.wait([background.spawn(self.probe())], timeout=FIRST_PROBE_S)
         background.spawn(self._keep_fresh())
         background.spawn(self._tick())
 

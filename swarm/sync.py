@@ -56,12 +56,19 @@ class _Loop:
             tasks.append(self._loop.create_task(work))
             tasks[0].add_done_callback(lambda task: _settle(result, task))
 
-        self._loop.call_soon_threadsafe(begin)
+        def stop() -> None:
+            if tasks:
+                tasks[0].cancel()
+            else:  # the interrupt came before it was handed over
+                work.close()
+                result.set_exception(CancelledError())
+
         try:
+            self._loop.call_soon_threadsafe(begin)
             return result.result()
         except BaseException:
             if not result.done():
-                self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+                self._loop.call_soon_threadsafe(stop)
                 wait([result], STOPS_WITHIN_S)
             raise
 

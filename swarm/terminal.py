@@ -138,11 +138,15 @@ class guarded:  # reads like a function: `with guarded(console):`
 
 
 def _innermost(error: BaseException | None) -> BaseException | None:
-    """What a group of tasks raised, if it was one thing; of several the first that has a name of ours."""
+    """What a group of tasks raised, if it was one thing; of several the first that has a name of ours. What fails
+    while Ctrl-C is being obeyed is part of it."""
     while isinstance(error, BaseExceptionGroup):
         named = [each for each in error.exceptions if isinstance(each, SwarmError | BaseExceptionGroup)]
         error = (named or error.exceptions)[0]
-    return error
+    before = error
+    while before is not None and not isinstance(before, KeyboardInterrupt):
+        before = before.__context__
+    return before or error
 
 
 def interrupted(console: Console) -> None:

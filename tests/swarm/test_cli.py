@@ -167,6 +167,17 @@ def test_an_interrupt_is_no_error(error, capsys):
     assert json.loads(out) == {"event": "interrupted"} and not err
 
 
+def test_what_fails_because_of_an_interrupt_is_part_of_it(capsys):
+    try:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("half done")
+    except RuntimeError as error:
+        assert ends(Console(), error) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_an_interrupt_does_not_wait_for_a_download():
     process = python(
         "import asyncio, sys, time\n"

@@ -131,6 +131,35 @@ async def test_two_peers_lost_at_once_between_two_turns(tiny: Path, local: Refer
         await text.more(30)
 
 
+@pytest.mark.parametrize("window", [4096, 16])
+@pytest.mark.parametrize("hop", [0, 1])
+async def test_a_hop_lost_in_the_middle_of_a_long_prompt(
+    hop: int, window: int, tiny: Path, local: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many chunks are on their way; with a small window most of them still wait for credit."""
+    monkeypatch.setattr("swarm.flow.WINDOW_POSITIONS", window)
+    async with running(tiny, SPARED, chunk=8) as (swarm, model), model.session() as session:
+        text = Text(session, local, "Once upon a time " * 20)
+        writing = asyncio.ensure_future(text.more(5))
+        await until(lambda: any(peer.span.start == 3 and len(peer.tap.seen) > 12 for peer in swarm.peers))
+        await asyncio.to_thread(used(swarm, session, hop).kill)
+        await writing
+        assert len(session.recoveries) == 2
+
+
+async def test_a_client_can_join_while_a_peer_is_frozen(tiny: Path, local: Reference) -> None:
+    async with InProcessSwarm(tiny, SPARED) as swarm:
+        frozen = swarm.peers[0]
+        frozen.freeze()
+        begun = time.monotonic()
+        async with swarm.model(learns=True) as model, model.session() as session:
+            assert time.monotonic() - begun < 2.5
+            await Text(session, local).more(5)
+            assert frozen.peer_id not in session.route.peers
+        frozen.thaw()
+        await swarm.all_closed()
+
+
 async def test_a_hop_that_stays_keeps_its_seat(tiny: Path, local: Reference) -> None:
     """All peers are equally fast: then nobody moves away from a warm cache."""
     async with running(tiny, SPARED) as (swarm, model), model.session() as session:
@@ -210,7 +239,7 @@ async def test_a_lost_step_is_sent_again_after_the_deadline(tiny: Path, local: R
 
 
 async def test_a_client_that_slept_accuses_nobody(tiny: Path, local: Reference) -> None:
-    async with running(tiny, SPARED, heartbeat=SLOWER) as (swarm, model), model.session() as session:
+    async with running(tiny, SPARED, heartbeat=SLOWER) as (_, model), model.session() as session:
         text = Text(session, local)
         await text.more(5)
         stream = session.generate(text.tokens[-1:], max_new_tokens=10, ignore_eos=True)
