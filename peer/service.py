@@ -202,7 +202,7 @@ class Service:
         try:
             link = await self._endpoint.connect(peer_id, addresses, DIAL_S)
             link.watched = True
-        except (Unreachable, TimedOut) as error:
+        except (Unreachable, TimedOut, BadInput) as error:  # BadInput: no peer's id, or this peer is closing
             self._dialling.discard(peer_id)
             self._lost(peer_id, f"cannot be reached: {error}")
         finally:

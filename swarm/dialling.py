@@ -7,6 +7,7 @@ winner. Knows no other dial and no link: the endpoint says what becomes of the r
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import ssl
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -182,6 +183,7 @@ class Dial:
 
         try:
             host, port = parse_address(address)
+            ipaddress.ip_address(host)  # addresses come from others: nobody makes us look up a name
             await asyncio.get_running_loop().create_connection(
                 lambda: TlsChannel(on_made),
                 host,
@@ -192,7 +194,7 @@ class Dial:
                 ssl_shutdown_timeout=1.0,
             )
             await made[0].ready()
-        except (OSError, SwarmError) as error:
+        except (OSError, ValueError, SwarmError) as error:
             return f"{address}: {error}"
         return made[0]
 

@@ -323,7 +323,7 @@ class Session:
                     self._full = True
                     await asyncio.sleep(min(busy.values()))  # full, but alive: worth waiting for
                 elif looked_at >= (asked := max(since, self._sent_at)) and now - asked >= self.config.wait_s:
-                    raise _nobody_left(error, failed)
+                    raise _nobody_left(error, failed) from error
                 else:
                     await self.client.look_again(pause_s=0.0 if looked_at < asked else LOOK_EVERY_S)
                     looked_at, failed = now, frozenset()

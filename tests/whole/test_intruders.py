@@ -260,6 +260,42 @@ async def test_rows_of_a_wrong_size_stop_nobody_else(fields: dict[str, Any], tin
         await scene.more(3)
 
 
+@pytest.mark.parametrize(
+    ("peer_id", "addresses"),
+    [
+        ("nobody", ()),
+        (Identity.generate().peer_id, ("", "nowhere", "[::1]:99999", "127.0.0.1:1")),
+        (Identity.generate().peer_id, ("x" * 70 + ".invalid:80", "\x00:80", "localhost:1")),
+    ],
+    ids=["no peer id", "no address", "names"],
+)
+async def test_a_route_to_nobody_is_reported_and_harms_nobody(
+    peer_id: str, addresses: tuple[str, ...], tiny: Path, local: Reference
+) -> None:
+    async with InProcessSwarm(tiny, ["0:3", "3:6"]) as swarm, swarm.model() as model, model.session() as session:
+        scene = Scene(swarm, session, local, [])
+        await scene.more(3)
+        peer = scene.hop(0)
+        watching = asyncio.ensure_future(peer.host.arun(peer.service.watch()))
+        heard: list[Frame] = []
+        real = session._session.frame_received
+        session._session.frame_received = lambda frame, sender: heard.append(frame)  # type: ignore[method-assign]
+        driver = scene.driver
+        driver.epoch += 1
+        route = (OpenHop(peer.peer_id, (), 0, 3, 2**32 - 1), OpenHop(peer_id, addresses, 3, 6, 2**32 - 1))
+        body = Open(nonce=driver.nonce, route=route, names=driver.names.slice(0, 3), need_end=0)
+        link = model.client.link(peer.peer_id)
+        assert link is not None
+        link.send(scene.frame(FrameType.OPEN, body=body))
+        lost = await until(lambda: next((frame for frame in heard if frame.type is FrameType.LOST), None))
+        assert lost.body.target == peer_id and "no answer" not in lost.body.reason
+        session._session.frame_received = real  # type: ignore[method-assign]
+        driver.link_lost(peer.peer_id, "the test is over")
+        await scene.more(3)
+        assert not watching.done()
+        watching.cancel()
+
+
 async def test_a_peer_that_cannot_compute_any_more_does_not_seem_to_serve(tiny: Path, local: Reference) -> None:
     """An error nobody thought of ends the service, by name, instead of leaving a peer that takes work for nothing."""
     async with InProcessSwarm(tiny, ["0:6"]) as swarm, swarm.model() as model, model.session() as session:
