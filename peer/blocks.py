@@ -8,6 +8,7 @@ computed here.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -141,6 +142,7 @@ class Blocks:
             raise BadInput(f"there are no blocks {span}: the model has {family.n_blocks(config)}")
         available = checkpoint.tensor_names()
         layers: list[torch.nn.Module] = []
+        transposed: bool | None = None
         for index in range(span.start, span.end):
             names = family.block_tensors(config, index, available)
             if check is not None:
@@ -148,8 +150,13 @@ class Blocks:
             layer = family.build_block(config, index)
             stored = checkpoint.load(names, dtype)
             _give_weights(layer, family.assemble(config, index, stored), index, device)
-            if dtype == torch.bfloat16 and torch.device(device).type == "cpu":
-                _use_row_linear(layer)
+            if torch.device(device).type == "cpu":
+                if dtype == torch.bfloat16:
+                    _use_row_linear(layer)
+                elif transposed is None:
+                    transposed = better_transposed(layer)
+                if transposed:
+                    transpose_linears(layer)
             layers.append(layer)
             progress(f"loading blocks {span}", len(layers), len(span))
         kinds = tuple(family.rotary_kind(config, index) for index in range(span.start, span.end))
@@ -225,6 +232,40 @@ def _use_row_linear(layer: torch.nn.Module) -> None:
         for name, child in parent.named_children():
             if type(child) is torch.nn.Linear:
                 setattr(parent, name, RowLinear.sharing(child))
+
+
+def better_transposed(layer: torch.nn.Module) -> bool:
+    """Whether this machine multiplies faster by weights that lie in memory as [in, out]. Measured, since libraries and
+    processors differ; here, one thread, all linears of 15 blocks of SmolLM2 in fp32: 1 row 20.9 to 19.0 ms, 4 rows 38
+    to 35, 8 rows 44 to 41, 128 rows 155 to 136; only 2 and 3 rows lose (23 to 26, 26 to 30).
+    """
+    linears = [child for child in layer.modules() if type(child) is torch.nn.Linear]
+    if not linears:
+        return False
+    weight = max((linear.weight for linear in linears), key=torch.Tensor.numel)
+    turned = weight.t().contiguous().t()
+    ratio = 1.0
+    for rows in (1, 8, 128):
+        sample = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
+        ratio *= _least_seconds(sample, turned) / _least_seconds(sample, weight)
+    return ratio < 1.0
+
+
+def _least_seconds(sample: torch.Tensor, weight: torch.Tensor) -> float:
+    times = []
+    for _ in range(7):
+        begun = time.perf_counter()
+        F.linear(sample, weight)
+        times.append(time.perf_counter() - begun)
+    return min(times)
+
+
+def transpose_linears(layer: torch.nn.Module) -> None:
+    """The same weights, laid out as [in, out]. Their shapes, and what is computed, stay."""
+    for child in layer.modules():
+        if type(child) is torch.nn.Linear:
+            turned = child.weight.detach().t().contiguous().t()
+            child.weight = torch.nn.Parameter(turned, requires_grad=False)
 
 
 def _bytes_of(layer: torch.nn.Module, dtype: torch.dtype | None) -> int:

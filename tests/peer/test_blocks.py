@@ -9,8 +9,16 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from peer import blocks
 from peer.attention import NAME
-from peer.blocks import Blocks, RotaryTables, RowLinear, cache_shape, estimated_block_bytes
+from peer.blocks import (
+    Blocks,
+    RotaryTables,
+    RowLinear,
+    cache_shape,
+    estimated_block_bytes,
+    transpose_linears,
+)
 from routing.errors import BadInput, DamagedWeights
 from routing.types import Span
 from swarm.checkpoint import open_checkpoint
@@ -162,3 +170,25 @@ def test_bf16_blocks_use_it_and_fp32_blocks_do_not(llama):
         (layer,) = Blocks.load(checkpoint, family_of(checkpoint.config), Span(0, 1), dtype).layers
         linears = [module for module in layer.modules() if isinstance(module, torch.nn.Linear)]
         assert len(linears) == 7 and all(type(module) is kind for module in linears)
+
+
+def test_turned_weights_are_the_same_weights() -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.Linear(40, 8, bias=False)).requires_grad_(False)
+    before, rows = {name: value.clone() for name, value in layer.state_dict().items()}, torch.randn(5, 24)
+    wanted = layer(rows)
+    transpose_linears(layer)
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name])
+    for linear in layer:
+        assert linear.weight.stride() == (1, linear.out_features)
+        assert linear.weight.untyped_storage().nbytes() == linear.weight.nbytes
+    torch.testing.assert_close(layer(rows), wanted)
+
+
+def test_the_faster_layout_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(24, 40)).requires_grad_(False)
+    seconds = {(24, 1): 2.0, (1, 24): 1.0}
+    monkeypatch.setattr(blocks, "_least_seconds", lambda sample, weight: seconds.get(weight.stride(), 1.0))
+    assert blocks.better_transposed(layer)
+    monkeypatch.setattr(blocks, "_least_seconds", lambda sample, weight: 3.0 - seconds.get(weight.stride(), 1.0))
+    assert not blocks.better_transposed(layer)

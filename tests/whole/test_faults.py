@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +68,10 @@ def spare(swarm: InProcessSwarm, peer: InProcessPeer) -> InProcessPeer:
 # -- frozen, restarted, lost ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hop", [0, 1])
-async def test_a_frozen_peer_is_noticed_in_time(hop: int, tiny: Path, local: Reference) -> None:
-    async with running(tiny, SPARED, heartbeat=FAST) as (swarm, model), model.session() as session:
+@pytest.mark.parametrize(("hop", "direct"), [(0, True), (1, True), (1, False)])
+async def test_a_frozen_peer_is_noticed_in_time(hop: int, direct: bool, tiny: Path, local: Reference) -> None:
+    options = {"heartbeat": FAST, "direct": direct}
+    async with running(tiny, SPARED, **options) as (swarm, model), model.session() as session:
         text = Text(session, local)
         await text.more(5)
         frozen = used(swarm, session, hop)
@@ -91,14 +94,15 @@ async def test_a_frozen_peer_is_noticed_in_time(hop: int, tiny: Path, local: Ref
         await until(lambda: not frozen.sessions)
 
 
-async def test_a_peer_restarted_with_the_same_identity_goes_on(tiny: Path, local: Reference) -> None:
-    async with running(tiny, ["0:3", "3:6"]) as (swarm, model), model.session() as session:
+@pytest.mark.parametrize("direct", [True, False], ids=["tls", "streams"])
+async def test_a_peer_restarted_with_the_same_identity_goes_on(direct: bool, tiny: Path, local: Reference) -> None:
+    async with running(tiny, ["0:3", "3:6"], direct=direct) as (swarm, model), model.session() as session:
         text = Text(session, local)
         for hop in (1, 0):
             await text.more(10)
             before = used(swarm, session, hop)
             again = await swarm.restart(before)
-            assert again.peer_id == before.peer_id and again.address != before.address
+            assert again.peer_id == before.peer_id and (again.address != before.address or not direct)
             await text.more(10)
             assert used(swarm, session, hop) is again and again.sessions == 1
         now = time.monotonic()
@@ -568,7 +572,7 @@ async def test_close_reaches_every_peer_that_was_ever_opened(tiny: Path, local: 
         await swarm.all_closed()
 
 
-@pytest.mark.parametrize("turns", range(0, 60, 4))
+@pytest.mark.parametrize("turns", [0, 3, 8, 20, 45])
 async def test_a_cancelled_generation_leaves_nothing(turns: int, tiny: Path, local: Reference) -> None:
     """Cancelled wherever it stands, its peers are free at once, and the next one is right."""
     async with running(tiny, ["0:3", "3:6"]) as (swarm, model):
@@ -588,9 +592,10 @@ async def test_a_cancelled_generation_leaves_nothing(turns: int, tiny: Path, loc
             await Text(session, local).more(3)
 
 
-async def test_eight_sessions_at_once(tiny: Path, local: Reference) -> None:
+@pytest.mark.parametrize("direct", [True, False], ids=["tls", "streams"])
+async def test_eight_sessions_at_once(direct: bool, tiny: Path, local: Reference) -> None:
     """From one client, of unlike lengths; in an older system they hung."""
-    async with running(tiny, SPARED, learns=True) as (swarm, model):
+    async with running(tiny, SPARED, learns=True, direct=direct) as (swarm, model):
         sessions = [model.session() for _ in range(8)]
         texts = [Text(session, local, "abcdefgh"[i:] * (1 + 5 * i)) for i, session in enumerate(sessions)]
         async with asyncio.timeout(60):
@@ -667,3 +672,54 @@ async def test_a_route_that_breaks_again_and_again_is_given_up(tiny: Path, local
         assert not {first.peer_id, last.peer_id} & model.client.health.banned_peers(time.monotonic())
         last.tap.drop = lambda link, frame: False
         await text.more(5)
+
+
+# -- whatever comes ------------------------------------------------------------------------------------------
+
+
+async def disturb(swarm: InProcessSwarm, model: InProcessModel, rng: random.Random) -> None:
+    """Kills (another peer takes over the span, sometimes under the same identity), cut connections, evictions."""
+    for _ in range(rng.randint(3, 6)):
+        await asyncio.sleep(rng.uniform(0.01, 0.1))
+        peer, other = rng.sample(swarm.living, 2)
+        match rng.choice(["kill", "cut", "cut from the client", "evict"]):
+            case "kill":
+                await asyncio.to_thread(peer.kill)
+                await swarm.add(str(peer.span), identity=rng.choice([peer.identity, None]))
+            case "cut":
+                peer.host.call(partial(cut, peer, other))
+            case "cut from the client":
+                if link := model.client.link(peer.peer_id):
+                    link.lose("cut")
+            case "evict":
+                peer.host.call(partial(evict_all, peer, rng.randrange(40)))
+
+
+def cut(peer: InProcessPeer, other: InProcessPeer) -> None:
+    if link := peer.endpoint.link(other.peer_id):
+        link.lose("cut")
+
+
+def evict_all(peer: InProcessPeer, position: int) -> None:
+    for session in peer.service.table.sessions.values():
+        for seat in session.seats.values():
+            if seat.working is None and seat.position > position:
+                seat.evict(position)
+    peer.service._act()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_random_faults(seed: int, tiny: Path, local: Reference) -> None:
+    """With the client's last resort switched off: what is reported must be enough. 700 more seeds were run once."""
+    rng = random.Random(seed)
+    spans = ["0:3", "2:5", "4:6", "0:2", "1:4", "3:6", "0:6"]
+    options = {"direct": seed % 2 == 0, "deadline_s": None, "wait_s": 20.0, "refresh_s": 0.5, "chunk": 4 ** (1 + seed)}
+    async with running(tiny, spans, **options) as (swarm, model):
+        sessions = [model.session() for _ in range(3)]
+        disturbing = asyncio.ensure_future(disturb(swarm, model, rng))
+        texts = [Text(session, local, "abc def " * rng.randint(1, 12)) for session in sessions]
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(text.more(50) for text in texts))
+        await disturbing
+        for session in sessions:
+            await session.__aexit__()

@@ -220,7 +220,7 @@ async def test_an_abandoned_generation_leaves_a_session_that_goes_on(after: int,
         local.check([*ids, *tokens, *more], await greedy(session, [tokens[-1], *more], 10), 10)
 
 
-@pytest.mark.parametrize("turns", range(0, 40, 4))
+@pytest.mark.parametrize("turns", [0, 4, 9, 20])
 async def test_a_cancelled_step_counts_as_a_whole_or_not_at_all(turns: int, tiny: Path, local: Reference) -> None:
     ids = local.ids(PROMPT)
     async with running(tiny) as (_, model), model.session() as session:
