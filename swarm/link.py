@@ -167,11 +167,9 @@ class Link:
         """Send, or queue. Never blocks; dropped when closed. Raises BadInput if the frame breaks a limit."""
         if self.closed:
             return
-        idle = not self._connection.queued_bytes and not self._flush_soon
         self._connection.send(frame)
-        # The first small frame of a turn leaves at once; others of that turn are written together at its end.
-        if idle and not self._channel.paused and self._connection.queued_bytes <= _WRITE_BYTES:
-            self._write(_WRITE_BYTES)
+        # All frames of a turn of the loop leave together at its end: if the first ran ahead, the next hop would
+        # begin a pass with it alone, and the others would wait for that pass.
         if not self._flush_soon:
             self._flush_soon = True
             self._loop.call_soon(self._flush)
