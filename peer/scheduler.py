@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from peer.seats import Seat, Work
-from peer.sessions import PeerSession
+from peer.session import PeerSession
 
 MOST_REMEMBERED = 1024  # sessions
 

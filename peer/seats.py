@@ -16,7 +16,7 @@ from swarm.frames import Codec, Frame, FrameType, HopTiming, Open, StepNote
 from swarm.names import NAME_BYTES, common_positions, count, name_at
 
 if TYPE_CHECKING:
-    from peer.sessions import PeerSession
+    from peer.session import PeerSession
 
 
 MOST_WAITING = 1024  # steps over gaps; an honest client has far fewer, and repeats what it misses

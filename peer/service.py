@@ -18,10 +18,11 @@ import torch
 from peer.blocks import Blocks
 from peer.cache import CacheBudget, SeatCache
 from peer.capacity import Speed
+from peer.effects import Reach, Run, Sender, SessionLimits, ToLink, ToPeer
 from peer.executor import Executor, PassItem
 from peer.scheduler import Scheduler
 from peer.seats import Work
-from peer.sessions import Reach, Run, Sender, SessionLimits, SessionTable, ToLink, ToPeer
+from peer.sessions import SessionTable
 from routing.errors import BadInput, Overloaded, ProtocolError, SwarmError, TimedOut, Unreachable
 from routing.types import PeerId
 from swarm.codec import decode_rows, encode_rows, row_bytes

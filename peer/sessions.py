@@ -1,261 +1,19 @@
-"""All sessions of a peer: who may send what, epochs, frames that come early, credits, losses, abandoned sessions.
+"""All sessions of a peer: who may open and close them, frames that come early, room, abandoned sessions.
 
-Sans-IO: `receive`, `link_lost`, `computed`, `tick` take what happened and the time; `effects` tells what to do. The
-rule inside one `[entry, exit)` is in `seats.py`. See `docs/wire.md`.
+Sans-IO: `receive`, `link_lost`, `computed`, `tick` take what happened and the time; `effects` tells what to do. One
+session's rule is in `session.py`, the rule inside one `[entry, exit)` in `seats.py`. See `docs/wire.md`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 
-from peer.seats import Seat, SeatStore, Work
+from peer.effects import ANSWERS, Effect, Sender, SessionLimits, ToLink
+from peer.seats import SeatStore, Work
+from peer.session import PeerSession
 from routing.types import PeerId, Span
-from swarm.flow import Inflow, Outflow, window_positions
-from swarm.frames import (
-    NAME_BYTES,
-    Busy,
-    Codec,
-    Frame,
-    FrameType,
-    HopTiming,
-    Lost,
-    Open,
-    Opened,
-    OpenHop,
-    Problem,
-    Stale,
-)
+from swarm.frames import NAME_BYTES, Busy, Codec, Frame, FrameType, HopTiming, Open, Problem, Stale
 from swarm.names import count
-
-
-@dataclass(frozen=True, slots=True)
-class Sender:
-    """Who sent a frame. `link` tells connections of one client identity apart."""
-
-    peer_id: PeerId
-    role: str  # "client" or "peer"
-    link: Hashable
-
-
-@dataclass(slots=True)
-class ToPeer:
-    peer_id: PeerId
-    frame: Frame
-
-
-@dataclass(slots=True)
-class ToLink:
-    """An answer on the connection that a frame came on: a client's, or a stranger's."""
-
-    link: Hashable
-    frame: Frame
-
-
-@dataclass(slots=True)
-class Run:
-    work: Work
-
-
-@dataclass(slots=True)
-class Reach:
-    """A peer that this one will send to soon: dial it now."""
-
-    peer_id: PeerId
-    addresses: tuple[str, ...]
-
-
-Effect = ToPeer | ToLink | Run | Reach
-
-_ANSWERS = (FrameType.UNKNOWN, FrameType.ERROR, FrameType.BUSY)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionLimits:
-    hold_s: float = 2.0  # frames that came before their OPEN
-    hold_frames: int = 64  # a connection
-    hold_bytes: int = 1 << 20
-    ask_again_s: float = 1.0
-    client_gone_s: float = 120.0
-    silent_s: float = 1800.0
-    hops: int = 256
-    chunk: int = 256  # most positions of a frame passed on
-    retry_after_ms: int = 500
-
-
-class PeerSession:
-    """One session on this peer: its newest epoch and route, and a seat for each `[entry, exit)` it ever had."""
-
-    def __init__(self, table: SessionTable, session_id: bytes, client_id: PeerId):
-        self.table, self.id, self.client_id = table, session_id, client_id
-        self.client: Hashable = None  # the link that carried the newest OPEN; None: gone
-        self.epoch, self.nonce = -1, b""
-        self.route: tuple[OpenHop, ...] = ()
-        self.codec = Codec.FP32
-        self.seats: dict[tuple[int, int], Seat] = {}
-        self.chunk = table.limits.chunk
-        self.heard_at = self.client_gone_at = table.now
-        self.abandoned = False
-        self._window = window_positions(1)
-        self._outflows: dict[int, Outflow] = {}
-        self._inflows: dict[int, Inflow] = {}
-        self._to_open: set[int] = set()
-
-    @property
-    def now(self) -> float:
-        return self.table.now
-
-    # -- epochs ----------------------------------------------------------------------------------------------
-
-    def open(self, frame: Frame, link: Hashable) -> None:
-        """Adopt a newer epoch. The caller has checked that it is one."""
-        body: Open = frame.body
-        self.epoch, self.nonce, self.route = frame.epoch, body.nonce, body.route
-        self.client, self.codec, self.abandoned = link, Codec(body.codec), False
-        self._window = window_positions(self.table.row_bytes(self.codec))
-        self._outflows, self._inflows = {}, {}
-        mine = {self.seat_key(hop): index for index, hop in enumerate(body.route) if hop.peer_id == self.table.me}
-        for key, seat in self.seats.items():
-            if key not in mine:
-                seat.retire()
-        self._to_open = set(mine.values())
-        for (entry, exit), index in mine.items():
-            if (entry, exit) not in self.seats:
-                store = self.table.make_store(entry, exit)
-                self.seats[entry, exit] = Seat(self, entry, exit, store, body.names[:NAME_BYTES])
-            seat = self.seats[entry, exit]
-            seat.inbox.clear()
-            seat.receive(Frame(type=FrameType.OPEN, hop=index, epoch=self.epoch, body=body))
-            if index + 1 < len(body.route) and body.route[index + 1].peer_id != self.table.me:
-                onward = body.route[index + 1]
-                self.table.effects.append(Reach(onward.peer_id, onward.addresses))
-
-    @staticmethod
-    def seat_key(hop: OpenHop) -> tuple[int, int]:
-        """Caches and journal belong to these boundaries alone."""
-        return hop.entry, hop.exit
-
-    def seat_opened(self, seat: Seat) -> None:
-        """Called by each seat when its OPEN has taken effect; the last one answers the client."""
-        self._to_open.discard(seat.hop if seat.hop is not None else -1)
-        if not self._to_open:
-            self.answer_opened()
-
-    def answer_opened(self) -> None:
-        seats = [seat for seat in self.seats.values() if seat.hop is not None]
-        positions = tuple(sorted((seat.hop or 0, seat.position) for seat in seats))
-        self.to_client(Frame(type=FrameType.OPENED, epoch=self.epoch, body=Opened(positions)))
-
-    # -- frames of the present epoch -------------------------------------------------------------------------
-
-    def receive(self, frame: Frame, sender: Sender) -> None:
-        kind = frame.type
-        if kind in _ANSWERS:
-            if sender.role == "peer":  # the hop addressed could not reach the client itself
-                for index in self._edges_to(sender.peer_id):
-                    self._tell_lost(index, f"{sender.peer_id} answered {kind.name}")
-            return
-        if not self._may_send(frame, sender):
-            self.table.refuse(frame, sender, f"{kind.name} for hop {frame.hop} may not come from {sender.peer_id}")
-            return
-        if kind is FrameType.ACK:
-            for ready in self._outflow(frame.hop).credit(frame.start):
-                self._emit(frame.hop, ready)
-            return
-        if kind in (FrameType.STEP, FrameType.FILL):
-            self._credit(frame)
-        at = frame.hop - 1 if kind is FrameType.GAP else frame.hop
-        self.seats[self.seat_key(self.route[at])].receive(frame)
-
-    def _may_send(self, frame: Frame, sender: Sender) -> bool:
-        """STEP and FILL come from the hop before (the client for hop 0), GAP and ACK from the hop after."""
-        hop = frame.hop
-        if hop >= len(self.route):
-            return False
-        if frame.type in (FrameType.STEP, FrameType.FILL):
-            if self.route[hop].peer_id != self.table.me:
-                return False
-            if hop == 0:
-                return sender.role == "client" and sender.link == self.client
-            return sender.role == "peer" and sender.peer_id == self.route[hop - 1].peer_id
-        if frame.type in (FrameType.GAP, FrameType.ACK):
-            return (
-                hop > 0
-                and self.route[hop - 1].peer_id == self.table.me
-                and sender.role == "peer"
-                and sender.peer_id == self.route[hop].peer_id
-            )
-        return False
-
-    def _credit(self, frame: Frame) -> None:
-        inflow = self._inflows.setdefault(frame.hop, Inflow(self._window))
-        if due := inflow.received(frame.end - frame.start):
-            self._emit(frame.hop - 1, Frame(type=FrameType.ACK, hop=frame.hop, start=due, epoch=self.epoch))
-
-    # -- sending ---------------------------------------------------------------------------------------------
-
-    def send(self, hop: int, frame: Frame) -> None:
-        """To a hop of the route; the client is before the first and after the last."""
-        if frame.type in (FrameType.STEP, FrameType.FILL):
-            for ready in self._outflow(hop).push(frame):
-                self._emit(hop, ready)
-        else:
-            self._emit(hop, frame)
-
-    def _outflow(self, hop: int) -> Outflow:
-        if hop not in self._outflows:
-            self._outflows[hop] = Outflow(self._window)
-        return self._outflows[hop]
-
-    def _emit(self, hop: int, frame: Frame) -> None:
-        if 0 <= hop < len(self.route):
-            frame.session = self.id
-            self.table.effects.append(ToPeer(self.route[hop].peer_id, frame))
-        else:
-            self.to_client(frame)
-
-    def to_client(self, frame: Frame) -> None:
-        frame.session = self.id
-        if self.client is not None:
-            self.table.effects.append(ToLink(self.client, frame))
-
-    def run(self, work: Work) -> None:
-        work.arrived = self.now
-        self.table.effects.append(Run(work))
-
-    def timing_to(self, hop: int, timing: HopTiming) -> HopTiming:
-        """Adds the measured round trip to the next hop."""
-        if hop >= len(self.route):
-            return timing
-        rtt_us = self.table.rtt_us(self.route[hop].peer_id)
-        return HopTiming(timing.queue_us, timing.compute_us, rtt_us)
-
-    # -- losses ----------------------------------------------------------------------------------------------
-
-    def _edges_to(self, peer_id: PeerId) -> list[int]:
-        """Indices i such that the edge from hop i to hop i + 1 joins this peer and the other."""
-        pair = {self.table.me, peer_id}
-        ids = [hop.peer_id for hop in self.route]
-        return [i for i in range(len(ids) - 1) if {ids[i], ids[i + 1]} == pair]
-
-    def link_lost(self, peer_id: PeerId, reason: str) -> None:
-        for index in self._edges_to(peer_id):
-            self._tell_lost(index, reason)
-
-    def _tell_lost(self, index: int, reason: str) -> None:
-        source, target = self.route[index].peer_id, self.route[index + 1].peer_id
-        mine = index if source == self.table.me else index + 1
-        self.to_client(Frame(type=FrameType.LOST, hop=mine, epoch=self.epoch, body=Lost(source, target, reason)))
-
-    def problem(self, seat: Seat, problem: Problem) -> None:
-        self.to_client(Frame(type=FrameType.ERROR, hop=seat.hop or 0, epoch=self.epoch, body=problem))
-
-    def abandon(self) -> None:
-        """Nobody seems to want it: what is pending goes, the content stays only as long as nobody needs the room."""
-        self.abandoned = True
-        for seat in self.seats.values():
-            seat.retire()
-            seat.inbox.clear()
 
 
 class SessionTable:
@@ -296,7 +54,7 @@ class SessionTable:
         elif frame.type in (FrameType.OPENED, FrameType.STALE, FrameType.RESULT, FrameType.LOST):
             self.refuse(frame, sender, f"{frame.type.name} is for clients")
         elif session is None or frame.epoch > session.epoch:
-            if frame.type not in _ANSWERS:  # an answer to an answer would go back and forth for ever
+            if frame.type not in ANSWERS:  # an answer to an answer would go back and forth for ever
                 self.hold(frame, sender)
         elif frame.epoch == session.epoch:
             session.heard_at = now

@@ -7,7 +7,8 @@ import functools
 import pytest
 
 from peer.seats import Seat
-from peer.sessions import PeerSession, SessionTable
+from peer.session import PeerSession
+from peer.sessions import SessionTable
 from swarm.driver import NO_LIMIT, Driver
 from swarm.frames import Frame
 from tests.session.virtual import VirtualClient, VirtualNet, simulate

@@ -16,8 +16,9 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+from peer.effects import Reach, Run, Sender, SessionLimits, ToLink, ToPeer
 from peer.seats import SeatStore, Work
-from peer.sessions import Reach, Run, Sender, SessionLimits, SessionTable, ToLink, ToPeer
+from peer.sessions import SessionTable
 from routing.types import Hop, Route, Span
 from swarm.driver import Driver, DriverConfig, NeedRoute, Output, Send, Stopped
 from swarm.frames import Frame, FrameType, HopTiming, Problem

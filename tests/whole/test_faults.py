@@ -1,71 +1,28 @@
-"""Every named fault, on a whole swarm: the text comes out equal, or a clear error does, and nothing is left."""
+"""Peers that die, freeze, restart or forget, and a client that sleeps or vanishes: the text comes out equal."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from peer.executor import PassResult
-from peer.sessions import SessionLimits
-from routing.errors import NoRoute, Overloaded, Superseded, TimedOut
+from peer.effects import SessionLimits
+from routing.errors import Superseded
 from swarm.frames import Frame, FrameType
 from swarm.link import Heartbeat, Link
-from swarm.model import TextSession
-from tests.whole.inprocess import FAST, InProcessModel, InProcessPeer, InProcessSwarm, until
+from tests.whole.inprocess import FAST, SPEED, InProcessModel, InProcessPeer, InProcessSwarm
 from tests.whole.reference import Reference
+from tests.whole.scenes import SPARED, Text, running, spare, used
+from tests.whole.stand_ins import until
 
-PROMPT = "The peers that stay "
 SLOWER = Heartbeat(ping_after_s=0.4, ping_every_s=0.2, dead_after_s=1.0)
-SPARED = ["0:3", "3:6", "0:3", "3:6"]
 
 
-@asynccontextmanager
-async def running(
-    folder: Path, spans: list[str], **options: Any
-) -> AsyncIterator[tuple[InProcessSwarm, InProcessModel]]:
-    """A swarm and a model on it; afterwards no living peer may hold anything."""
-    own = {key: options.pop(key) for key in ("heartbeat", "direct") if key in options}
-    async with InProcessSwarm(folder, spans, **own) as swarm, swarm.model(**options) as model:
-        yield swarm, model
-        await swarm.all_closed()
-
-
-class Text:
-    """The text of one prompt in a session, led on as far as a test wants."""
-
-    def __init__(self, session: TextSession, local: Reference, prompt: str = PROMPT):
-        self.session, self.local, self.ids = session, local, local.ids(prompt)
-        self.tokens: list[int] = []
-
-    async def more(self, count: int) -> None:
-        """That many more tokens, with a generation of their own; equal to the local ones."""
-        sending = self.tokens[-1:] or self.ids
-        if len(self.session.token_ids) > len(self.ids) + len(self.tokens):
-            raise AssertionError("the session holds more than was said")
-        async for token in self.session.generate(sending, max_new_tokens=count, ignore_eos=True):
-            self.tokens.append(token.id)
-        self.local.check(self.ids, self.tokens, len(self.tokens))
-
-
-def used(swarm: InProcessSwarm, session: TextSession, hop: int) -> InProcessPeer:
-    assert session.route is not None
-    return swarm.by_id(session.route[hop].peer_id)
-
-
-def spare(swarm: InProcessSwarm, peer: InProcessPeer) -> InProcessPeer:
-    return next(other for other in swarm.living if other.span == peer.span and other is not peer)
-
-
-# -- frozen, restarted, lost ---------------------------------------------------------------------------------
+# -- frozen, restarted, lost --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("hop", "direct"), [(0, True), (1, True), (1, False)])
@@ -165,11 +122,13 @@ async def test_a_client_can_join_while_a_peer_is_frozen(tiny: Path, local: Refer
 
 
 async def test_a_hop_that_stays_keeps_its_seat(tiny: Path, local: Reference) -> None:
-    """All peers are equally fast: then nobody moves away from a warm cache."""
+    """A peer that is faster by a hair is not worth leaving a warm cache."""
     async with running(tiny, SPARED) as (swarm, model), model.session() as session:
         text = Text(session, local)
         await text.more(10)
         stays = used(swarm, session, 1)
+        swarm.tell(spare(swarm, stays), decode_s=0.99 * SPEED.decode_s)
+        await model.client.refresh()
         computed = stays.service.passes
         await asyncio.to_thread(used(swarm, session, 0).kill)
         await text.more(10)
@@ -239,7 +198,7 @@ async def test_a_lost_step_is_sent_again_after_the_deadline(tiny: Path, local: R
         assert swallowed and len(session.recoveries) == 2
 
 
-# -- the client's own sleep, its end, and others that are it ---------------------------------------------------
+# -- the client's own sleep, its end, and others that are it ------------------------------------------------
 
 
 async def test_a_client_that_slept_accuses_nobody(tiny: Path, local: Reference) -> None:
@@ -335,346 +294,7 @@ async def test_a_client_that_vanishes_leaves_pages_that_can_be_taken(tiny: Path,
         assert peer.sessions == 0
 
 
-# -- wrong numbers -------------------------------------------------------------------------------------------
-
-
-def meddle(peer: InProcessPeer, change: Callable[[torch.Tensor], torch.Tensor], *, hide: bool = False) -> None:
-    """Its outputs are changed before they are sent and kept; with `hide` it says that they are finite."""
-    executor = peer.service._executor
-    real = executor.run
-
-    @torch.inference_mode()
-    def run(items: Any) -> PassResult:
-        result = real(items)
-        finite = []
-        for item, output in zip(items, result.outputs, strict=True):
-            seat = item.seat
-            rows = seat.journal[seat.position - output.shape[0] : seat.position]
-            rows.copy_(change(rows))
-            finite.append(hide or bool(torch.isfinite(rows).all()))
-        return PassResult(outputs=result.outputs, finite=finite, seconds=result.seconds)
-
-    executor.run = run  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("keep", [0, 12])
-async def test_nothing_of_a_liar_survives_its_exclusion(keep: int, tiny: Path, local: Reference) -> None:
-    async with running(tiny, ["0:2", "2:4", "2:4", "4:6"]) as (swarm, model), model.session() as session:
-        ids = local.ids(PROMPT)
-        liar = None
-        if keep:
-            # It was honest for a while.
-            async for _ in session.generate(ids[:keep], max_new_tokens=1, ignore_eos=True):
-                liar = used(swarm, session, 1)
-            meddle(liar, lambda rows: rows + 3 * torch.randn_like(rows))
-            tokens = [t.id async for t in session.generate(ids[keep:], max_new_tokens=8, ignore_eos=True)]
-        else:
-            for peer in swarm.peers[1:3]:
-                meddle(peer, lambda rows: rows + 3 * torch.randn_like(rows))
-            tokens = [t.id async for t in session.generate(ids, max_new_tokens=8, ignore_eos=True)]
-            liar = used(swarm, session, 1)
-            honest = spare(swarm, liar)
-            del honest.service._executor.run
-        assert tokens != local.greedy(ids, 8)
-        downstream = used(swarm, session, 2)
-        await session.exclude(liar.peer_id, from_position=keep)
-        assert session.token_ids == ids[:keep]
-        assert used(swarm, session, 2) is downstream  # the same seat, whose cache it had filled
-        tokens = [t.id async for t in session.generate(ids[keep:], max_new_tokens=40, ignore_eos=True)]
-        local.check(ids, tokens, 40)
-        assert liar.peer_id not in session.route.peers
-
-
-async def test_the_only_peer_for_a_block_can_be_excluded_too(tiny: Path, local: Reference) -> None:
-    async with running(tiny, ["0:3", "3:6"]) as (swarm, model), model.session() as session:
-        text = Text(session, local)
-        meddle(swarm.peers[1], lambda rows: rows + 3 * torch.randn_like(rows))
-        tokens = [t.id async for t in session.generate(text.ids, max_new_tokens=4, ignore_eos=True)]
-        assert tokens != local.greedy(text.ids, 4)
-        await session.exclude(swarm.peers[1].peer_id)
-        for _ in range(2):  # never used, however often it is asked for
-            with pytest.raises(NoRoute) as caught:
-                await text.more(1)
-            assert caught.value.blocks == (3, 4, 5)
-        await swarm.add("3:6")
-        await text.more(20)
-
-
-async def test_a_peer_whose_output_is_not_finite_is_avoided(tiny: Path, local: Reference) -> None:
-    async with running(tiny, SPARED) as (swarm, model), model.session() as session:
-        text = Text(session, local)
-        await text.more(5)
-        broken = used(swarm, session, 0)
-        meddle(broken, lambda rows: rows * torch.nan)
-        await text.more(20)
-        assert used(swarm, session, 0) is spare(swarm, broken)
-        assert model.client.health.banned(broken.peer_id, time.monotonic())
-        reason = session.recoveries[-1].reason
-        assert broken.peer_id in reason and "not finite" in reason
-
-
-async def test_the_last_hop_cannot_hide_values_that_are_not_finite(tiny: Path, local: Reference) -> None:
-    async with running(tiny, SPARED) as (swarm, model), model.session() as session:
-        text = Text(session, local)
-        await text.more(5)
-        broken = used(swarm, session, 1)
-        meddle(broken, lambda rows: rows * torch.inf, hide=True)
-        await text.more(20)
-        assert broken.peer_id not in session.route.peers
-
-
-async def test_input_that_is_not_finite_names_the_edge_and_bans_nobody(tiny: Path, local: Reference) -> None:
-    async with running(tiny, SPARED) as (swarm, model), model.session() as session:
-        text = Text(session, local)
-        await text.more(5)
-        broken, hurt = used(swarm, session, 0), used(swarm, session, 1)
-        meddle(broken, lambda rows: rows * torch.nan, hide=True)
-        await text.more(20)
-        assert (broken.peer_id, hurt.peer_id) in session._session._avoid_edges
-        assert not (broken.peer_id in session.route.peers and hurt.peer_id in session.route.peers)
-        # One peer's word against another's; both are innocent until a second one says the same.
-        if session.route.peers & {broken.peer_id}:
-            pytest.fail("the broken peer passed its values on unnoticed")
-        assert not model.client.health.banned(hurt.peer_id, time.monotonic())
-
-
-async def test_a_client_that_sends_nonsense_gets_an_error(tiny: Path, local: Reference) -> None:
-    """No retry without a bound, also where every peer refuses."""
-    async with running(tiny, SPARED, recovery_s=1.0) as (_, model), model.session() as session:
-        embed = model.client.head.embed
-        object.__setattr__(model.client.head, "embed", lambda ids, at: embed(ids, at) * torch.nan)
-        begun = time.monotonic()
-        with pytest.raises(TimedOut, match="not finite"):
-            await Text(session, local).more(1)
-        assert time.monotonic() - begun < 4
-        assert len(session.recoveries) < 20
-        object.__setattr__(model.client.head, "embed", embed)
-        await Text(session, local).more(5)
-
-
-# -- room ----------------------------------------------------------------------------------------------------
-
-
-def room_for(positions: int, blocks: int = 6) -> int:
-    """Bytes of a tiny model's cache: 2 KV heads of 16, hidden 64, fp32."""
-    return positions * 4 * (2 * 2 * 16 * blocks + 64)
-
-
-async def test_where_one_peer_is_full_another_is_used(tiny: Path, local: Reference) -> None:
-    async with InProcessSwarm(tiny) as swarm:
-        full = await swarm.add("0:6", cache_bytes=room_for(16))
-        roomy = await swarm.add("0:6")
-        swarm.tell(full, decode_s=1e-5)  # the better choice, were it not full
-        async with swarm.model() as model, model.session() as session:
-            text = Text(session, local)
-            await text.more(20)
-            assert used(swarm, session, 0) is roomy
-            assert not model.client.health.banned(full.peer_id, time.monotonic())
-            assert full.tap.seen
-        await swarm.all_closed()
-
-
-async def test_a_peer_that_fills_up_in_mid_answer_is_left(tiny: Path, local: Reference) -> None:
-    async with InProcessSwarm(tiny) as swarm:
-        small = await swarm.add("3:6", cache_bytes=room_for(32, blocks=3))
-        await swarm.add("0:3")
-        await swarm.add("3:6")
-        swarm.tell(small, decode_s=1e-5)
-        async with swarm.model() as model, model.session() as session:
-            text = Text(session, local)
-            await text.more(3)
-            assert used(swarm, session, 1) is small
-            await text.more(30)
-            assert used(swarm, session, 1) is not small
-            assert not model.client.health.banned(small.peer_id, time.monotonic())
-            assert len(session.recoveries) == 2
-        await swarm.all_closed()
-
-
-async def test_what_fits_exactly_fits(tiny: Path, local: Reference) -> None:
-    """Growing in large steps must not refuse what there is room for."""
-    async with InProcessSwarm(tiny) as swarm:
-        await swarm.add("0:6", cache_bytes=room_for(112))
-        async with swarm.model() as model, model.session() as session:
-            await Text(session, local).more(90)
-            assert len(session.recoveries) == 1
-        await swarm.all_closed()
-
-
-async def test_a_full_swarm_says_so_within_its_bound(tiny: Path, local: Reference) -> None:
-    async with InProcessSwarm(tiny) as swarm:
-        peer = await swarm.add("0:6", cache_bytes=room_for(16), limits=SessionLimits(retry_after_ms=100))
-        async with swarm.model(recovery_s=0.8) as model:
-            async with model.session() as session:
-                begun = time.monotonic()
-                with pytest.raises(Overloaded):
-                    await Text(session, local, "More than sixteen positions").more(1)
-                assert 0.5 < time.monotonic() - begun < 3
-                assert 2 < len(session.recoveries) < 20
-            assert not model.client.health.banned(peer.peer_id, time.monotonic())
-            async with model.session() as session:
-                await Text(session, local, "It fits").more(4)
-        await swarm.all_closed()
-
-
-async def test_who_waits_for_room_gets_it(tiny: Path, local: Reference) -> None:
-    async with InProcessSwarm(tiny) as swarm:
-        await swarm.add("0:6", cache_bytes=room_for(48), limits=SessionLimits(retry_after_ms=50))
-        async with swarm.model() as model:
-            first, second = model.session(), model.session()
-            await Text(first, local).more(4)
-            waiting = asyncio.ensure_future(Text(second, local, "Another text, for which").more(4))
-            await until(lambda: len(second.recoveries) > 2)
-            await first.__aexit__()
-            await waiting
-            await second.__aexit__()
-        await swarm.all_closed()
-
-
-async def test_an_idle_session_that_was_evicted_heals(tiny: Path, local: Reference) -> None:
-    async with InProcessSwarm(tiny) as swarm:
-        peer = await swarm.add("0:6", cache_bytes=room_for(48))
-        async with swarm.model() as model:
-            first, second = model.session(), model.session()
-            text, other = Text(first, local), Text(second, local, "Another text, for which")
-            await text.more(4)
-
-            def grow_old() -> None:
-                for session in peer.service.table.sessions.values():
-                    session.heard_at -= 60
-
-            peer.host.call(grow_old)
-            await other.more(4)
-            seats = [seat for s in peer.service.table.sessions.values() for seat in s.seats.values()]
-            assert sorted(seat.position for seat in seats)[0] == 0  # the first one's were taken
-            await second.__aexit__()
-            await text.more(10)
-            assert len(first.recoveries) == 1  # it was no error, and no change of route
-            await first.__aexit__()
-        await swarm.all_closed()
-
-
-# -- the end of sessions -------------------------------------------------------------------------------------
-
-
-async def test_close_reaches_every_peer_that_was_ever_opened(tiny: Path, local: Reference) -> None:
-    async with running(tiny, SPARED) as (swarm, model), model.session() as session:
-        text = Text(session, local)
-        await text.more(5)
-        before = [used(swarm, session, hop) for hop in (0, 1)]
-        # The connection between the two breaks; both live, and the route leads elsewhere.
-        before[0].host.call(lambda: before[0].endpoint.link(before[1].peer_id).lose("cut"))
-        await text.more(5)
-        left = [peer for peer in before if peer.peer_id not in session.route.peers]
-        assert left and all(peer.sessions == 1 for peer in left)
-        assert not model.client.health.banned_peers(time.monotonic())
-        await session.__aexit__()
-        await swarm.all_closed()
-
-
-@pytest.mark.parametrize("turns", [0, 3, 8, 20, 45])
-async def test_a_cancelled_generation_leaves_nothing(turns: int, tiny: Path, local: Reference) -> None:
-    """Cancelled wherever it stands, its peers are free at once, and the next one is right."""
-    async with running(tiny, ["0:3", "3:6"]) as (swarm, model):
-
-        async def talk() -> None:
-            async with model.session() as session:
-                await Text(session, local).more(50)
-
-        task = asyncio.ensure_future(talk())
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await swarm.all_closed()
-        async with model.session() as session:
-            await Text(session, local).more(3)
-
-
-@pytest.mark.parametrize("direct", [True, False], ids=["tls", "streams"])
-async def test_eight_sessions_at_once(direct: bool, tiny: Path, local: Reference) -> None:
-    """From one client, of unlike lengths; in an older system they hung."""
-    async with running(tiny, SPARED, learns=True, direct=direct) as (swarm, model):
-        sessions = [model.session() for _ in range(8)]
-        texts = [Text(session, local, "abcdefgh"[i:] * (1 + 5 * i)) for i, session in enumerate(sessions)]
-        async with asyncio.timeout(60):
-            await asyncio.gather(*(text.more(24) for text in texts))
-            await asyncio.to_thread(used(swarm, sessions[0], 0).kill)
-            await asyncio.gather(*(text.more(4) for text in texts))
-        for session in sessions:
-            await session.__aexit__()
-
-
-# -- routes that are not there -------------------------------------------------------------------------------
-
-
-async def test_blocks_that_nobody_serves_are_named(tiny: Path, local: Reference) -> None:
-    async with running(tiny, ["0:2", "4:6"]) as (swarm, model), model.session() as session:
-        with pytest.raises(NoRoute) as caught:
-            await Text(session, local).more(1)
-        assert caught.value.blocks == (2, 3) and "2" in str(caught.value) and caught.value.advice
-        assert (await model.status()).uncovered == (2, 3)
-        # The session is as good as new once they are there.
-        await swarm.add("2:4")
-        await Text(session, local).more(5)
-
-
-async def test_who_waits_is_served_by_a_peer_that_comes_later(tiny: Path, local: Reference) -> None:
-    async with running(tiny, ["0:3"], wait_s=30.0) as (swarm, model), model.session() as session:
-        waiting = asyncio.ensure_future(Text(session, local).more(5))
-        await until(lambda: swarm.directory.reads > 2)
-        assert not waiting.done()
-        await swarm.add("3:6")
-        await waiting
-
-
-async def test_waiting_ends(tiny: Path, local: Reference) -> None:
-    async with running(tiny, ["0:3"], wait_s=0.5) as (_, model), model.session() as session:
-        begun = time.monotonic()
-        with pytest.raises(NoRoute):
-            await Text(session, local).more(1)
-        assert 0.5 <= time.monotonic() - begun < 3
-
-
-async def test_recovery_ends(tiny: Path, local: Reference) -> None:
-    """The only peer is frozen: an error within the bound; it wakes, and the session goes on."""
-    options = {"deadline_s": 0.3, "recovery_s": 1.0}
-    async with running(tiny, ["0:3", "3:6"], **options) as (swarm, model), model.session() as session:
-        text = Text(session, local)
-        await text.more(5)
-        swarm.peers[1].freeze()
-        begun = time.monotonic()
-        with pytest.raises(TimedOut):
-            await text.more(1)
-        assert time.monotonic() - begun < 4
-        swarm.peers[1].thaw()
-        await text.more(5)
-
-
-async def test_a_route_that_breaks_again_and_again_is_given_up(tiny: Path, local: Reference) -> None:
-    async with running(tiny, ["0:3", "3:6"], recovery_s=1.0) as (swarm, model), model.session() as session:
-        text = Text(session, local)
-        await text.more(5)
-        first, last = used(swarm, session, 0), used(swarm, session, 1)
-
-        def cut(link: Link, frame: Frame) -> bool:
-            if frame.type is FrameType.STEP:
-                link.lose("cut")
-            return frame.type is FrameType.STEP
-
-        last.tap.drop = cut
-        begun = time.monotonic()
-        with pytest.raises(TimedOut):
-            await text.more(1)
-        assert time.monotonic() - begun < 4
-        assert len(session.recoveries) < 20
-        assert not {first.peer_id, last.peer_id} & model.client.health.banned_peers(time.monotonic())
-        last.tap.drop = lambda link, frame: False
-        await text.more(5)
-
-
-# -- whatever comes ------------------------------------------------------------------------------------------
+# -- whatever comes -----------------------------------------------------------------------------------------
 
 
 async def disturb(swarm: InProcessSwarm, model: InProcessModel, rng: random.Random) -> None:

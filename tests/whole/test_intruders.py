@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from peer.sessions import SessionLimits
+from peer.effects import SessionLimits
 from routing.errors import SwarmError
 from swarm.driver import Driver
 from swarm.frames import Codec, Frame, FrameType, Lost, Open, Opened, OpenHop, Problem, Stale
@@ -23,8 +23,9 @@ from swarm.link import Link
 from swarm.model import TextSession
 from swarm.transport import Endpoint
 from swarm.wire import HEADER_BYTES, MAX_FRAGMENT
-from tests.whole.inprocess import InProcessPeer, InProcessSwarm, until
+from tests.whole.inprocess import InProcessPeer, InProcessSwarm
 from tests.whole.reference import Reference
+from tests.whole.stand_ins import until
 
 PROMPT = "Whoever knocks "
 HIDDEN = 64

@@ -70,7 +70,7 @@ async def test_undisturbed(layout: str, direct: bool, tiny: Path, local: Referen
         async with swarm.model() as model, model.session() as session:
             await Text(session, local, PROMPTS[0]).finish()
             assert len(session.recoveries) == 1
-        assert bool(swarm.streams_opened) != direct
+        assert bool(swarm.net and swarm.net.opened) != direct
         await swarm.all_closed()
 
 

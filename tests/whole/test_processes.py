@@ -20,8 +20,8 @@ import torch
 from swarm.checkpoint import open_checkpoint
 from swarm.local import LocalPeer, LocalSwarm
 from swarm.model import SwarmModel, TextSession
-from tests.whole.inprocess import until
 from tests.whole.reference import Reference
+from tests.whole.stand_ins import until
 
 pytestmark = pytest.mark.processes
 
@@ -177,9 +177,11 @@ async def test_sigstop_is_noticed_within_four_seconds(swarm: LocalSwarm, family:
 
         stall = await generate(session, smollm2, TOKENS // 2, freeze)
         peer, since = frozen[0]
-        (noticed,) = [at for at, peer_id, _ in model._client.links_lost if peer_id == peer.peer_id]
+        # The hop before it may have told us so sooner than our own connection did, and the text may be at its end.
+        lost = model._client.links_lost
+        (noticed,) = await until(lambda: [at for at, peer_id, _ in lost if peer_id == peer.peer_id])
         print(f"noticed after {noticed - since:.1f} s, stall {stall:.1f} s")
-        assert noticed - since <= 4
+        assert noticed - since <= 4 and stall <= 6
         peer.thaw()
         assert spare.alive and peer.alive and peer.peer_id not in session.route.peers
 

@@ -17,8 +17,9 @@ from swarm.generation import GenerationResult
 from swarm.model import SwarmModel
 from swarm.sync import SwarmModel as BlockingModel
 from tests.tiny import make_tiny
-from tests.whole.inprocess import Host, InProcessModel, InProcessSwarm, until
+from tests.whole.inprocess import InProcessModel, InProcessSwarm
 from tests.whole.reference import Reference
+from tests.whole.stand_ins import Host, until
 
 PROMPT = "Say something long: "
 SPANS = ["0:3", "3:6"]

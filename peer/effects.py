@@ -1,0 +1,64 @@
+"""What a session's rule is told and what it answers: who sent a frame, what to do, and the rule's limits."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from peer.seats import Work
+from routing.types import PeerId
+from swarm.frames import Frame, FrameType
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Who sent a frame. `link` tells connections of one client identity apart."""
+
+    peer_id: PeerId
+    role: str  # "client" or "peer"
+    link: Hashable
+
+
+@dataclass(slots=True)
+class ToPeer:
+    peer_id: PeerId
+    frame: Frame
+
+
+@dataclass(slots=True)
+class ToLink:
+    """An answer on the connection that a frame came on: a client's, or a stranger's."""
+
+    link: Hashable
+    frame: Frame
+
+
+@dataclass(slots=True)
+class Run:
+    work: Work
+
+
+@dataclass(slots=True)
+class Reach:
+    """A peer that this one will send to soon: dial it now."""
+
+    peer_id: PeerId
+    addresses: tuple[str, ...]
+
+
+Effect = ToPeer | ToLink | Run | Reach
+
+ANSWERS = (FrameType.UNKNOWN, FrameType.ERROR, FrameType.BUSY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionLimits:
+    hold_s: float = 2.0  # frames that came before their OPEN
+    hold_frames: int = 64  # a connection
+    hold_bytes: int = 1 << 20
+    ask_again_s: float = 1.0
+    client_gone_s: float = 120.0
+    silent_s: float = 1800.0
+    hops: int = 256
+    chunk: int = 256  # most positions of a frame passed on
+    retry_after_ms: int = 500
