@@ -9,9 +9,8 @@ import torch
 
 from routing.errors import BadInput
 from routing.types import Span
+from swarm.codec import COMPUTE_DTYPES
 from swarm.link import Heartbeat
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +34,8 @@ class PeerConfig:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise BadInput(f"dtype {self.dtype!r} is not known; choose one of {', '.join(DTYPES)}")
+        if self.dtype not in COMPUTE_DTYPES:
+            raise BadInput(f"dtype {self.dtype!r} is not known; choose one of {', '.join(COMPUTE_DTYPES)}")
         if self.threads is not None and self.threads < 1:
             raise BadInput(f"threads must be at least 1, not {self.threads}")
         for name, port in (("port", self.port), ("dht_port", self.dht_port)):
@@ -49,4 +48,4 @@ class PeerConfig:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+        return COMPUTE_DTYPES[self.dtype]

@@ -10,6 +10,7 @@ import torch
 from routing.errors import ProtocolError
 from swarm.frames import Codec
 
+COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by the names that users give
 DTYPES = {Codec.FP32: torch.float32, Codec.BF16: torch.bfloat16}
 
 

@@ -16,15 +16,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from routing.errors import BadInput, TimedOut
 from routing.types import PeerId, PeerRecord, Route
 from swarm.checkpoint import Checkpoint, open_checkpoint
 from swarm.client import ClientConfig, SwarmClient
-from swarm.codec import lossless_codec
+from swarm.codec import COMPUTE_DTYPES, lossless_codec
 from swarm.families import Family, family_of, text_config
-from swarm.frames import Codec
 from swarm.generation import GenerationResult, Token, generate
 from swarm.joincode import JoinCode
 from swarm.progress import Progress, silent
@@ -35,8 +32,6 @@ from swarm.text import Messages, chat_ids, next_turn_ids
 Prompt = str | Sequence[int] | Messages
 """Text, token ids, or a chat: `[{"role": "user", "content": "Hello"}]`."""
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-CODECS = {"float32": Codec.FP32, "bfloat16": Codec.BF16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +94,10 @@ class SwarmModel:
         `wait_s`: how long to wait for blocks that nobody serves. `recovery_s`: how long one change of route may
         take. `threads` for the head. Entering raises JoinError, ModelError, DaemonFailed and their kin.
         """
-        if dtype not in DTYPES or (wire is not None and wire not in CODECS):
-            raise BadInput(f"dtype and wire are one of {', '.join(DTYPES)}")
-        codec = CODECS[wire] if wire else lossless_codec(DTYPES[dtype])
-        client = ClientConfig(dtype=DTYPES[dtype], threads=threads, direct=direct)
+        if dtype not in COMPUTE_DTYPES or (wire is not None and wire not in COMPUTE_DTYPES):
+            raise BadInput(f"dtype and wire are one of {', '.join(COMPUTE_DTYPES)}")
+        codec = lossless_codec(COMPUTE_DTYPES[wire or dtype])
+        client = ClientConfig(dtype=COMPUTE_DTYPES[dtype], threads=threads, direct=direct)
         return cls(model, join, client, SessionConfig(codec=codec, wait_s=wait_s, recovery_s=recovery_s), progress)
 
     async def __aenter__(self) -> SwarmModel:
