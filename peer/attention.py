@@ -3,16 +3,18 @@
 Registered with the library as `swarm_packed`; the library's own layers call it and know nothing of sessions.
 Knows no scheduling, no budget and no model family: windows, scales and caps arrive as keywords.
 
-Choices are by measurement (one thread, 9 heads over 3 KV heads of 64): a decode row with its heads folded
-into the query axis needs no mask and no expanded keys (26 µs at 40 keys, 185 at 1,000 in fp32, 33 and 123 in
-bf16, where `enable_gqa` is several times slower); a chunk runs against keys expanded by a stride of zero,
-within 5 % of folding, and its mask is built once a pass rather than once a head.
+Choices are by measurement (one thread, 9 heads over 3 KV heads of 64). Rows of decoding sessions go to our own kernel
+together (fp32: one row 7 µs at 40 keys and 74 at 1,000, eight rows 29 and 642; bf16 8, 63, 40, 533). Without it each
+row's heads are folded into the query axis, which needs no mask and no expanded keys (34 and 131 µs a row; bf16 32 and
+86, where `enable_gqa` is several times slower). A chunk runs against keys expanded by a stride of zero, within 5 % of
+folding, and its mask is built once a pass rather than once a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import cast
 
 import torch
@@ -20,8 +22,10 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from peer.cache import SeatCache
+from swarm import native
 
 NAME = "swarm_packed"
+NATIVE_WIDTH = 16  # our own kernel takes heads of whole vectors
 
 
 @dataclass(slots=True, eq=False)
@@ -38,11 +42,29 @@ class Segment:
         return self.past + self.count
 
 
+class Run:
+    """Segments of one row each that follow one another, which one kernel can take together; or one longer segment."""
+
+    def __init__(self, segments: Sequence[Segment]):
+        self.segments = tuple(segments)
+        self.offset = segments[0].offset
+        self.rows = sum(segment.count for segment in segments)
+        self.single = segments[0].count == 1
+        self.pasts = [segment.past for segment in segments]
+
+
+def _runs(segments: Sequence[Segment]) -> Iterator[Run]:
+    for single, group in groupby(segments, lambda segment: segment.count == 1):
+        some = list(group)
+        yield from [Run(some)] if single else (Run([segment]) for segment in some)
+
+
 class Pack:
     """Which rows of a packed pass belong to whom. Handed down the layers as the keyword `pack`."""
 
     def __init__(self, segments: Sequence[Segment]):
         self.segments = tuple(segments)
+        self.runs = tuple(_runs(segments))
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
 
     def mask(self, segment: Segment, first_key: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
@@ -84,36 +106,64 @@ def packed_attention(
     does not know is an error on purpose: a family that needs more (sinks, biases) must not run without it.
     """
     layer = cast(int, module.layer_idx)
-    heads, width, kv_heads = query.shape[1], query.shape[3], key.shape[1]
-    folded = (1, kv_heads, heads // kv_heads, width)
-    alone = len(pack.segments) == 1
+    kernels = native.kernels() if softcap is None and query.is_cpu and query.shape[3] % NATIVE_WIDTH == 0 else None
     parts = []
-    for segment in pack.segments:
-        past, count, offset = segment.past, segment.count, segment.offset
-        all_keys, all_values = segment.seat.extents(layer)
-        if alone:
-            rows = query
-            all_keys.narrow(2, past, count).copy_(key)
-            all_values.narrow(2, past, count).copy_(value)
+    for run in pack.runs:
+        if len(pack.runs) > 1:
+            rows, new_keys, new_values = (t.narrow(2, run.offset, run.rows) for t in (query, key, value))
         else:
-            rows = query.narrow(2, offset, count)
-            all_keys.narrow(2, past, count).copy_(key.narrow(2, offset, count))
-            all_values.narrow(2, past, count).copy_(value.narrow(2, offset, count))
-        first = 0 if sliding_window is None else max(0, past + 1 - sliding_window)
-        keys = all_keys.narrow(2, first, past + count - first)
-        values = all_values.narrow(2, first, past + count - first)
-        if softcap is not None:
-            mask = None if count == 1 else pack.mask(segment, first, sliding_window, query)
-            parts.append(_soft_capped(rows, keys, values, scaling, softcap, mask))
-        elif count == 1:
-            result = F.scaled_dot_product_attention(rows.view(folded), keys, values, scale=scaling)
-            parts.append(result.reshape(1, 1, heads, width))
-        elif past == 0 and (sliding_window is None or count <= sliding_window):
-            parts.append(_chunk(rows, keys, values, scaling, None))
-        else:
-            mask = pack.mask(segment, first, sliding_window, query)
-            parts.append(_chunk(rows, keys, values, scaling, mask))
-    return (parts[0] if alone else torch.cat(parts, dim=1)), None
+            rows, new_keys, new_values = query, key, value
+        if kernels is not None and run.single:
+            extents = [segment.seat.extents(layer) for segment in run.segments]
+            all_keys, all_values = [pair[0] for pair in extents], [pair[1] for pair in extents]
+            scale = rows.shape[3] ** -0.5 if scaling is None else scaling
+            window = sliding_window or 0
+            parts.append(
+                kernels.attend_rows(rows, new_keys, new_values, all_keys, all_values, run.pasts, window, scale)
+            )
+            continue
+        for row, segment in enumerate(run.segments):
+            own_query, own_key, own_value = rows, new_keys, new_values
+            if len(run.segments) > 1:
+                own_query, own_key, own_value = (t.narrow(2, row, 1) for t in (rows, new_keys, new_values))
+            parts.append(
+                _segment_attention(
+                    pack, segment, layer, own_query, own_key, own_value, scaling, sliding_window, softcap
+                )
+            )
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
+
+
+def _segment_attention(
+    pack: Pack,
+    segment: Segment,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """By torch's kernels: the rows of one segment, of shapes as above -> [1, count, heads, d]."""
+    _, heads, count, width = query.shape
+    past, kv_heads = segment.past, key.shape[1]
+    all_keys, all_values = segment.seat.extents(layer)
+    all_keys.narrow(2, past, count).copy_(key)
+    all_values.narrow(2, past, count).copy_(value)
+    first = 0 if sliding_window is None else max(0, past + 1 - sliding_window)
+    keys = all_keys.narrow(2, first, past + count - first)
+    values = all_values.narrow(2, first, past + count - first)
+    if softcap is not None:
+        mask = None if count == 1 else pack.mask(segment, first, sliding_window, query)
+        return _soft_capped(query, keys, values, scaling, softcap, mask)
+    if count == 1:
+        folded = query.reshape(1, kv_heads, heads // kv_heads, width)
+        result = F.scaled_dot_product_attention(folded, keys, values, scale=scaling)
+        return result.reshape(1, 1, heads, width)
+    if past == 0 and (sliding_window is None or count <= sliding_window):
+        return _chunk(query, keys, values, scaling, None)
+    return _chunk(query, keys, values, scaling, pack.mask(segment, first, sliding_window, query))
 
 
 def _chunk(

@@ -8,13 +8,11 @@ computed here.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from peer.attention import NAME as ATTENTION
@@ -23,10 +21,11 @@ from routing.errors import BadInput, DamagedWeights
 from routing.types import Span
 from swarm.checkpoint import Checkpoint
 from swarm.families import Family, text_config
+from swarm.linear import FewRows, FewRowsLinear
+from swarm.memory import Arena, placed_bytes
 from swarm.progress import Progress, silent
 
 FIRST_TABLE = 512  # positions
-FEW_ROWS = 16  # up to here RowLinear pays; measured gain at 32 rows: 7 %
 
 
 class RotaryTables:
@@ -79,35 +78,6 @@ def _rows_of(table: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Ten
 _NO_TABLE = (torch.empty(0), torch.empty(0))
 
 
-class RowLinear(torch.nn.Linear):
-    """`nn.Linear` for few rows in bf16 on a CPU: the weight is the left operand.
-
-    As the right operand it is packed anew in every call, which costs more than the product. All linears of a
-    decode step of SmolLM2, one thread: 1 row 41 to 31 ms, 8 rows 44 to 34 (fp32 gains nothing from it).
-    """
-
-    @classmethod
-    def sharing(cls, linear: torch.nn.Linear) -> RowLinear:
-        with torch.device("meta"):
-            shared = cls(linear.in_features, linear.out_features, bias=linear.bias is not None)
-        shared.weight, shared.bias = linear.weight, linear.bias
-        return shared.eval()
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        lead = input.shape[:-1]
-        rows = lead.numel()
-        if rows > FEW_ROWS:
-            return F.linear(input, self.weight, self.bias)
-        columns = input.reshape(rows, self.in_features).T
-        if self.bias is None:
-            product = self.weight.mv(columns[:, 0]) if rows == 1 else self.weight.mm(columns).T.contiguous()
-        elif rows == 1:
-            product = torch.addmv(self.bias, self.weight, columns[:, 0])
-        else:
-            product = torch.addmm(self.bias[:, None], self.weight, columns).T.contiguous()
-        return product.view(*lead, self.out_features)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Blocks:
     """The blocks of `span`, ready to run."""
@@ -118,6 +88,7 @@ class Blocks:
     rotary_kinds: tuple[str | None, ...] = field(repr=False)  # of each layer
     rotary: RotaryTables = field(repr=False)
     shape: CacheShape
+    few_rows: FewRows = field(repr=False)
     block_bytes: tuple[int, ...] = field(repr=False)
 
     @classmethod
@@ -142,24 +113,23 @@ class Blocks:
             raise BadInput(f"there are no blocks {span}: the model has {family.n_blocks(config)}")
         available = checkpoint.tensor_names()
         layers: list[torch.nn.Module] = []
-        transposed: bool | None = None
-        for index in range(span.start, span.end):
+        on_cpu, few_rows = torch.device(device).type == "cpu", FewRows(dtype)
+        arena = Arena(sum(_arena_bytes(family.build_block(config, i), dtype) for i in _range(span))) if on_cpu else None
+        for index in _range(span):
             names = family.block_tensors(config, index, available)
             if check is not None:
                 check(names)
             layer = family.build_block(config, index)
             stored = checkpoint.load(names, dtype)
-            _give_weights(layer, family.assemble(config, index, stored), index, device)
-            if torch.device(device).type == "cpu":
-                if dtype == torch.bfloat16:
-                    _use_row_linear(layer)
-                elif transposed is None:
-                    transposed = better_transposed(layer)
-                if transposed:
-                    transpose_linears(layer)
+            tensors = family.assemble(config, index, stored)
+            if arena is not None:
+                tensors = {name: arena.place(tensor) for name, tensor in tensors.items()}
+            _give_weights(layer, tensors, index, device)
+            if on_cpu:
+                _use_few_rows(layer, few_rows)
             layers.append(layer)
             progress(f"loading blocks {span}", len(layers), len(span))
-        kinds = tuple(family.rotary_kind(config, index) for index in range(span.start, span.end))
+        kinds = tuple(family.rotary_kind(config, index) for index in _range(span))
         distinct = tuple(dict.fromkeys(kind for kind in kinds if kind is not None))
         return cls(
             span=span,
@@ -168,6 +138,7 @@ class Blocks:
             rotary_kinds=kinds,
             rotary=RotaryTables(family, config, distinct, dtype, device),
             shape=cache_shape(config, family, dtype, device),
+            few_rows=few_rows,
             block_bytes=tuple(_bytes_of(layer, None) for layer in layers),
         )
 
@@ -175,6 +146,11 @@ class Blocks:
     def nbytes(self) -> int:
         """Bytes of all weights."""
         return sum(self.block_bytes)
+
+    def linear_weights(self) -> list[torch.Tensor]:
+        """The weights of all products that choose their kernel by the number of rows."""
+        linears = (module for layer in self.layers for module in layer.modules())
+        return [module.weight for module in linears if isinstance(module, FewRowsLinear)]
 
     def seat(self, entry: int, exit: int, budget: CacheBudget | None = None) -> SeatCache:
         """Empty memory for a session that runs blocks `[entry, exit)` of this span. Raises BadInput."""
@@ -227,45 +203,19 @@ def _give_weights(
     assert not any(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers()))
 
 
-def _use_row_linear(layer: torch.nn.Module) -> None:
+def _use_few_rows(layer: torch.nn.Module, few_rows: FewRows) -> None:
     for parent in list(layer.modules()):
         for name, child in parent.named_children():
             if type(child) is torch.nn.Linear:
-                setattr(parent, name, RowLinear.sharing(child))
+                setattr(parent, name, FewRowsLinear.sharing(child, few_rows))
 
 
-def better_transposed(layer: torch.nn.Module) -> bool:
-    """Whether this machine multiplies faster by weights that lie in memory as [in, out]. Measured, since libraries and
-    processors differ; here, one thread, all linears of 15 blocks of SmolLM2 in fp32: 1 row 20.9 to 19.0 ms, 4 rows 38
-    to 35, 8 rows 44 to 41, 128 rows 155 to 136; only 2 and 3 rows lose (23 to 26, 26 to 30).
-    """
-    linears = [child for child in layer.modules() if type(child) is torch.nn.Linear]
-    if not linears:
-        return False
-    weight = max((linear.weight for linear in linears), key=torch.Tensor.numel)
-    turned = weight.t().contiguous().t()
-    ratio = 1.0
-    for rows in (1, 8, 128):
-        sample = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
-        ratio *= _least_seconds(sample, turned) / _least_seconds(sample, weight)
-    return ratio < 1.0
+def _range(span: Span) -> range:
+    return range(span.start, span.end)
 
 
-def _least_seconds(sample: torch.Tensor, weight: torch.Tensor) -> float:
-    times = []
-    for _ in range(7):
-        begun = time.perf_counter()
-        F.linear(sample, weight)
-        times.append(time.perf_counter() - begun)
-    return min(times)
-
-
-def transpose_linears(layer: torch.nn.Module) -> None:
-    """The same weights, laid out as [in, out]. Their shapes, and what is computed, stay."""
-    for child in layer.modules():
-        if type(child) is torch.nn.Linear:
-            turned = child.weight.detach().t().contiguous().t()
-            child.weight = torch.nn.Parameter(turned, requires_grad=False)
+def _arena_bytes(layer: torch.nn.Module, dtype: torch.dtype) -> int:
+    return sum(placed_bytes(parameter.numel() * dtype.itemsize) for parameter in layer.parameters())
 
 
 def _bytes_of(layer: torch.nn.Module, dtype: torch.dtype | None) -> int:

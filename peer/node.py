@@ -24,6 +24,7 @@ from routing.placement import least_covered_span
 from routing.types import PeerRecord, PeerState, Span
 from routing.view import RecordSeen, View, apply
 from swarm import manifest as manifests
+from swarm import native
 from swarm.about import ABOUT, About, public_name
 from swarm.addresses import local_addresses
 from swarm.checkpoint import Checkpoint, open_checkpoint
@@ -87,6 +88,7 @@ class Node:
             refuse_taken_port(self.config.host, self.config.port)  # now, not when all weights are loaded
         async with AsyncExitStack() as stack:
             self._take_identity(stack)
+            native.load()
             self._thread = await stack.enter_async_context(ComputeThread(threads=self.config.threads))
             blocks = await self._join_and_load(stack)
             await self._serve(stack, blocks)

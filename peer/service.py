@@ -25,6 +25,7 @@ from peer.seats import Work
 from peer.sessions import SessionTable
 from routing.errors import BadInput, Overloaded, ProtocolError, SwarmError, TimedOut, Unreachable
 from routing.types import PeerId
+from swarm import native
 from swarm.codec import decode_rows, encode_rows, row_bytes
 from swarm.compute import ComputeThread
 from swarm.frames import Codec, Frame, FrameType, HopTiming, Problem
@@ -39,6 +40,7 @@ ACTIVE_S = 2.0  # a session that was heard of within this time will be heard of 
 DIAL_S = 5.0
 MOST_QUEUED = 256  # frames for a peer that is being dialled
 SMOOTHING = 0.1  # of a new measurement
+MEASURED_WEIGHTS = 56  # of a small model's eight blocks
 
 
 @dataclass(slots=True)
@@ -105,6 +107,7 @@ class Service:
         self._endpoint = endpoint
         self._tasks.spawn(self._compute())
         self._tasks.spawn(self._tick())
+        self._tasks.spawn(self._tune())
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -238,6 +241,14 @@ class Service:
         for link in self._links:
             if link.watched and not self._needs(link.remote):
                 link.watched = False
+
+    async def _tune(self) -> None:
+        """Meanwhile: get the native kernels if they are not there yet, and find out what they are good for here."""
+        weights = self.blocks.linear_weights()
+        if not weights or not await native.prepare():
+            return
+        for step in self.blocks.few_rows.measuring(weights[:MEASURED_WEIGHTS]):
+            await self._thread.run(step)
 
     # -- passes ----------------------------------------------------------------------------------------------
 

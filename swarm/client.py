@@ -25,6 +25,7 @@ from routing.planner import Plan, Request, plan
 from routing.types import PeerId, PeerRecord, PeerState
 from routing.view import Expired, RecordSeen, View, apply
 from swarm import manifest as manifests
+from swarm import native
 from swarm.checkpoint import Checkpoint
 from swarm.codec import encode_rows
 from swarm.compute import ComputeThread
@@ -105,6 +106,7 @@ class SwarmClient:
         config = self.config
         identity = await asyncio.to_thread(Identity.load_or_create, config.identity_path or client_key())
         self.name_secret = identity.secret(b"names")
+        native.load()
         thread = await stack.enter_async_context(ComputeThread(threads=config.threads, name="head"))
         joining = asyncio.create_task(self._join_swarm(stack, identity))
         try:
@@ -131,6 +133,7 @@ class SwarmClient:
         await asyncio.wait([background.spawn(self.probe())], timeout=FIRST_PROBE_S)
         background.spawn(self._keep_fresh())
         background.spawn(self._tick())
+        background.spawn(native.prepare())
 
     async def _join_swarm(self, stack: AsyncExitStack, identity: Identity) -> StreamCarrier | None:
         """Sets the directory and its clock; returns what carries streams, if anything does. The seam for tests

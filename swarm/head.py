@@ -14,11 +14,8 @@ import torch.nn.functional as F
 from routing.errors import BadInput, PromptTooLong
 from swarm.checkpoint import Checkpoint
 from swarm.families import Family, text_config
-
-# Rows up to which the bf16 product takes the weight as its left operand: as the right one it is packed anew
-# in every call. A head of 49,152 x 576, one thread: 1 row 7.7 to 4.0 ms, 8 rows 7.9 to 3.7. In fp32 F.linear
-# is best.
-WEIGHT_FIRST = 32
+from swarm.linear import FewRows, few_rows_linear
+from swarm.memory import Arena
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,6 +28,7 @@ class Head:
     positions: torch.Tensor | None  # [context, hidden]: learned positions (gpt2)
     scale: torch.Tensor | None  # of the embeddings (gemma)
     softcap: float | None  # of the logits (gemma2)
+    few_rows: FewRows
 
     @classmethod
     def load(
@@ -41,6 +39,9 @@ class Head:
         names = family.client_tensors(config, checkpoint.tensor_names())
         tensors = checkpoint.load(names.values(), dtype)
         by_role = {role: tensors.pop(name).to(device) for role, name in names.items()}
+        if torch.device(device).type == "cpu":
+            role = "head" if "head" in by_role else "embed"
+            by_role[role] = Arena(by_role[role].nbytes).place(by_role[role])
         norm = family.build_norm(config)
         norm.load_state_dict(
             {role.removeprefix("norm."): tensor for role, tensor in by_role.items() if role.startswith("norm.")},
@@ -55,6 +56,7 @@ class Head:
             # Rounded as the library rounds it: in bf16 sqrt(3072) becomes 55.5.
             scale=None if scale is None else torch.tensor(scale, device=device).to(dtype),
             softcap=getattr(config, "final_logit_softcapping", None),
+            few_rows=FewRows(dtype),
         )
 
     @property
@@ -90,10 +92,10 @@ class Head:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [N, hidden] -> logits fp32 [N, vocab]. Rows are independent: sessions may share a call."""
         normed = self.norm(hidden.to(self.weight.dtype))
-        if self.weight.dtype == torch.bfloat16 and self.weight.is_cpu and normed.shape[0] <= WEIGHT_FIRST:
-            logits = self.weight.mv(normed[0])[None] if normed.shape[0] == 1 else self.weight.mm(normed.T).T
+        if self.weight.is_cpu:
+            logits = few_rows_linear(normed, self.weight, None, self.few_rows)
         else:
             logits = F.linear(normed, self.weight)
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits.float().contiguous()  # samplers read along the vocabulary
+        return logits.float()

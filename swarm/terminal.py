@@ -6,6 +6,7 @@ stdout carries the result (with --json nothing but JSON), stderr the words about
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -188,7 +189,11 @@ def process(command: Callable[[], object]) -> NoReturn:
     By then the command has cleaned up. The interpreter's own farewell would take apart what torch and transformers
     have loaded, object by object: one to three seconds for nothing. It would also wait for threads in the middle of
     something, a download for example, and so would whoever pressed Ctrl-C.
+
+    Until `run` the garbage collector is off: importing torch and transformers makes a million objects and no garbage,
+    and looking through them again and again is a fifth of the start.
     """
+    gc.disable()
     code: object = 0
     try:
         command()
@@ -208,6 +213,8 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     """Runs it on uvloop. Ctrl-C cancels it; when its clean-up is done, nobody waits for threads that still work."""
     import uvloop
 
+    gc.freeze()  # what is imported stays
+    gc.enable()
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     try:
         result = runner.run(work)

@@ -12,17 +12,13 @@ from transformers import AttentionInterface
 
 from peer.attention import NAME, Pack, Segment, packed_attention
 from peer.cache import CacheShape, SeatCache
+from swarm import native
 
-WIDTH = 8
+WIDTH = 16  # the least that the native kernel takes
 PASSES = [(5, 0, 1), (1, 7, 1), (1, 1, 6), (4, 1, 0), (1, 1, 1)]  # rows of each of three seats
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def plain(query, keys, values, position, scaling, window, softcap):
@@ -86,13 +82,13 @@ def run_passes(heads, kv_heads, dtype, passes=PASSES, **options):
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 1, 3, 6])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
-def test_every_row_attends_to_its_own_session_alone(heads, kv_heads, window, softcap, dtype):
+def test_every_row_attends_to_its_own_session_alone(kernels, heads, kv_heads, window, softcap, dtype):
     tolerance = 2e-6 if dtype == torch.float32 else 3e-2
     for ours, expected in run_passes(heads, kv_heads, dtype, sliding_window=window, softcap=softcap, scaling=0.3):
         assert (ours - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-def test_the_check_is_sharp():
+def test_the_check_is_sharp(kernels):
     """A window off by one, another scale, or no cap are each seen."""
     for wrong in ({"sliding_window": 4}, {"scaling": 0.33}, {"softcap": None}):
         right = {"sliding_window": 3, "softcap": 2.0, "scaling": 0.3}
@@ -102,7 +98,7 @@ def test_the_check_is_sharp():
         assert max((ours - others).abs().max() for (ours, _), (others, _) in pairs) > 1e-2
 
 
-def test_the_new_keys_and_values_lie_behind_those_held():
+def test_the_new_keys_and_values_lie_behind_those_held(kernels):
     shape = CacheShape(kv_heads=2, head_dim=WIDTH, hidden=4, dtype=torch.float32, device=torch.device("cpu"))
     seat = SeatCache(0, 2, shape)
     module: Any = SimpleNamespace(layer_idx=1)
@@ -118,6 +114,37 @@ def test_the_new_keys_and_values_lie_behind_those_held():
     for held, new in zip(seat.extents(1), zip(*rows, strict=True), strict=True):
         assert torch.equal(held[0, :, :6], torch.cat(new, 1))
     assert (seat.extents(0)[0] == 7).all(), "another layer's keys were touched"
+
+
+def test_rows_of_decoding_sessions_go_to_the_native_kernel_together(native_kernels, monkeypatch):
+    taken = []
+
+    class Counting:
+        def attend_rows(self, query, *rest):
+            taken.append(query.shape[2])
+            return native_kernels.attend_rows(query, *rest)
+
+    monkeypatch.setattr(native, "_loaded", Counting())
+    for _ in run_passes(6, 2, torch.float32):
+        pass
+    assert taken == [1, 1, 1, 2, 1, 3], "one call for each run of rows that follow one another"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_not_a_number_stays_one(kernels, dtype):
+    """A bad pass is found by looking at its output, so no kernel may swallow one."""
+    shape = CacheShape(kv_heads=1, head_dim=WIDTH, hidden=4, dtype=dtype, device=torch.device("cpu"))
+    for poisoned in range(3):
+        seat = SeatCache(0, 1, shape)
+        seat.reserve(20)
+        for held in seat.extents(0):
+            held.normal_()
+        seat.position = 19
+        rows = [torch.randn(1, 1, 1, WIDTH).to(dtype) for _ in range(3)]
+        rows[poisoned][..., 3] = float("nan")
+        pack = Pack([Segment(seat, 0, 1, 19)])
+        out, _ = packed_attention(SimpleNamespace(layer_idx=0), *rows, None, pack=pack)  # type: ignore[arg-type]
+        assert torch.isnan(out[..., 3]).all()
 
 
 def test_a_keyword_that_it_does_not_know_is_an_error():

@@ -28,12 +28,7 @@ LENGTHS = (34, 27, 21)
 PASSES = [(12, 5, 1), (1, 9, 0), (3, 1, 1), (1, 1, 14), (0, 1, 1), (11, 4, 1), (1, 1, 2), (5, 5, 1)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Tiny:
@@ -110,7 +105,7 @@ def embedded(tiny: Tiny):
     return [tiny.head.embed(tokens, torch.arange(len(tokens))) for tokens in tiny.tokens]
 
 
-def test_packed_ragged_sessions_give_the_local_models_logits(tiny):
+def test_packed_ragged_sessions_give_the_local_models_logits(kernels, tiny):
     seats = [tiny.blocks.seat(0, 4) for _ in LENGTHS]
     outputs = run_passes(tiny.blocks, seats, embedded(tiny))
     assert tuple(seat.position for seat in seats) == LENGTHS
@@ -126,7 +121,7 @@ def test_a_middle_span_gives_the_local_models_states(tiny):
     assert worst(outputs, [states[3] for states in tiny.states]) <= TOLERANCE
 
 
-def test_sessions_enter_and_leave_at_any_block_in_one_pass(tiny):
+def test_sessions_enter_and_leave_at_any_block_in_one_pass(kernels, tiny):
     spans = [(0, 3), (1, 4), (2, 3)]
     seats = [tiny.blocks.seat(entry, exit) for entry, exit in spans]
     inputs = [states[entry] for states, (entry, _) in zip(tiny.states, spans, strict=True)]

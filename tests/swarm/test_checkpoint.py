@@ -17,13 +17,7 @@ from swarm import checkpoint as checkpoint_module
 from swarm.checkpoint import INDEX, SINGLE, DirectoryCheckpoint, open_checkpoint
 from tests.tiny import FAMILIES, VOCAB, make_tiny, tiny_model, tiny_tokenizer
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,7 @@ TOKENS = torch.arange(3, 43)
 POSITIONS = torch.arange(40)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -29,7 +24,7 @@ def checkpoint(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_embeddings_and_logits_are_the_local_models(checkpoint, dtype):
+def test_embeddings_and_logits_are_the_local_models(kernels, checkpoint, dtype):
     head = Head.load(checkpoint, family_of(checkpoint.config), dtype)
     model = checkpoint.reference_model(dtype)
     with torch.no_grad():

@@ -1,0 +1,102 @@
+"""Products of few rows with large weights: which kernel computes them. Few rows are what decoding is made of.
+
+Three kernels, all of torch's meaning: ours (`native.cpp`), the library's with the weight as the left operand (bf16: as
+the right one it is packed anew in every call), and plain `F.linear`. One thread, all linears of 15 blocks of SmolLM2
+in huge pages, ms at 1 / 4 / 8 / 16 / 32 rows: fp32 ours 14.9 / 18 / 21 / 33 / 52, F.linear 17.4 / 29 / 36 / 37 / 46;
+bf16 ours 9.6 / 10.5 / 13 / 24 / 45, weight first 13.4 / 14 / 14.5 / 15.6 / 20, F.linear 18.5 / 19 / 19 / 20 / 22.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from swarm import native
+
+WEIGHT_FIRST = 64  # rows: up to here the left operand pays in bf16
+UNMEASURED = {torch.float32: 12, torch.bfloat16: 4}  # rows up to which ours is taken, until this machine was measured
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+COUNTS = (1, 2, 4, 8, 12, 16, 24, 32)  # of rows, to measure at
+
+
+class FewRows:
+    """Up to how many rows our own kernel is the fastest for some weights on this machine."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.most = UNMEASURED.get(dtype, 0)
+
+    def measuring(self, weights: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
+        """Steps of a few tens of milliseconds, to be called one after the other between other work; `most` is right
+        after the last. `weights` should be more than the caches hold that serve one core.
+        """
+        most = 0
+        for rows in COUNTS:
+            inputs = {weight.shape[1]: torch.ones(1, rows, weight.shape[1], dtype=weight.dtype) for weight in weights}
+            ours, library = _Timing(native.kernels().linear, inputs), _Timing(_of_library, inputs)
+            for _ in range(3):
+                yield partial(ours.take, weights)
+                yield partial(library.take, weights)
+            if ours.least < library.least:
+                most = rows
+        self.most = most
+
+
+class _Timing:
+    """The least time of a product of some rows with all weights."""
+
+    def __init__(self, product: Product, inputs: dict[int, torch.Tensor]):
+        self._product, self._inputs = product, inputs
+        self.least = float("inf")
+
+    def take(self, weights: Sequence[torch.Tensor]) -> None:
+        begun = time.perf_counter()
+        with torch.inference_mode():
+            for weight in weights:
+                self._product(self._inputs[weight.shape[1]], weight, None)
+        self.least = min(self.least, time.perf_counter() - begun)
+
+
+def few_rows_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, few_rows: FewRows
+) -> torch.Tensor:
+    """`F.linear`: x [..., inputs], weight [outputs, inputs] on a CPU -> [..., outputs], by the fastest kernel."""
+    rows = x.numel() // weight.shape[1]
+    kernels = native.kernels()
+    if kernels is not None and 0 < rows <= few_rows.most:
+        return kernels.linear(x.contiguous(), weight, bias)
+    return _of_library(x, weight, bias)
+
+
+def _of_library(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    rows = x.numel() // weight.shape[1]
+    if weight.dtype != torch.bfloat16 or not 0 < rows <= WEIGHT_FIRST:
+        return F.linear(x, weight, bias)
+    columns = x.reshape(rows, weight.shape[1]).T
+    if bias is None:
+        product = weight.mv(columns[:, 0]) if rows == 1 else weight.mm(columns).T.contiguous()
+    elif rows == 1:
+        product = torch.addmv(bias, weight, columns[:, 0])
+    else:
+        product = torch.addmm(bias[:, None], weight, columns).T.contiguous()
+    return product.view(*x.shape[:-1], weight.shape[0])
+
+
+class FewRowsLinear(torch.nn.Linear):
+    """`nn.Linear` on a CPU, by the fastest kernel for its rows."""
+
+    few_rows: FewRows
+
+    @classmethod
+    def sharing(cls, linear: torch.nn.Linear, few_rows: FewRows) -> FewRowsLinear:
+        """With the parameters of `linear`, which must be contiguous."""
+        with torch.device("meta"):
+            shared = cls(linear.in_features, linear.out_features, bias=linear.bias is not None)
+        shared.weight, shared.bias, shared.few_rows = linear.weight, linear.bias, few_rows
+        return shared.eval()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return few_rows_linear(input, self.weight, self.bias, self.few_rows)
