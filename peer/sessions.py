@@ -87,8 +87,13 @@ class SessionTable:
             # Another driver takes over: the one before learns it and stops.
             newest = Frame(type=FrameType.STALE, epoch=frame.epoch, body=Stale(frame.epoch, body.nonce))
             session.to_client(newest)
+        contested = frame.epoch == session.epoch
         session.heard_at = self.now
         session.open(frame, sender.link)
+        if contested:
+            # What came from the hop before while this OPEN was on its way went to the other driver's client, and
+            # nothing on it says whose it was: a newer epoch ends the doubt.
+            self._answer(frame, sender.link, Frame(type=FrameType.UNKNOWN))
         self._replay_early(frame.session)
 
     def _refusal(self, session: PeerSession | None, frame: Frame, sender: Sender) -> str | None:

@@ -258,8 +258,42 @@ async def test_of_two_drivers_of_one_session_one_stops(
             await loser.session.__aexit__()
             await winner.more(20)
             assert all(peer.sessions == 1 for peer in swarm.peers)
-            assert len(winner.session.recoveries) == 1
+            contested = newer_wins and epoch == 0
+            assert (len(winner.session.recoveries) > 1) == contested
             await winner.session.__aexit__()
+        await swarm.all_closed()
+
+
+async def test_a_step_that_overtakes_its_drivers_open_is_not_lost(tiny: Path, local: Reference) -> None:
+    """At one epoch nothing on a step says whose it is: the last hop answers the driver before. No deadline helps."""
+    async with InProcessSwarm(tiny, ["0:3", "3:6"]) as swarm:
+        one, two = (swarm.model(deadline_s=None) for _ in range(2))
+        async with one, two, one.session() as old:
+            old._session.driver.nonce = bytes([1] * 8)
+            await Text(old, local).more(5)
+            new = two.session()
+            taken, driver = new._session, new._session.driver
+            del two.client.sessions[taken.id]
+            taken.id = driver.id = old._session.id
+            two.client.sessions[taken.id] = taken
+            driver.nonce = bytes([2] * 8)
+            last, held = used(swarm, old, 1), list[tuple[Link, Frame]]()
+
+            def late(link: Link, frame: Frame) -> bool:
+                if frame.type is FrameType.OPEN and (frame.epoch, frame.body.nonce) == (0, driver.nonce):
+                    held.append((link, frame))
+                    return True
+                if held and frame.type is FrameType.STEP:
+                    last.service.frame_received(link, frame)
+                    last.service.frame_received(*held.pop())
+                    return True
+                return False
+
+            last.tap.drop = late
+            async with asyncio.timeout(20):
+                await Text(new, local).more(5)
+            assert not held
+            await new.__aexit__()
         await swarm.all_closed()
 
 
