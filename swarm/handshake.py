@@ -54,6 +54,7 @@ _BAD_CERTIFICATE = (
     TypeError,
     UnsupportedAlgorithm,
     x509.ExtensionNotFound,
+    x509.InvalidVersion,
     x509.DuplicateExtension,
     x509.UnsupportedGeneralNameType,
 )
