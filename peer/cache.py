@@ -1,11 +1,14 @@
 """Owns what a seat remembers (keys, values, and the journal of its outputs) and the account of its bytes.
 
-A seat's memory is contiguous: a pass writes and reads it by slices. It is counted and granted in pages of 16
-positions. Knows no session, no name, no network, and does not decide what to evict.
+A seat's memory is contiguous: a pass writes and reads it by slices. On a CPU it is a stretch of address space of which
+the system gives real pages as they are written and takes them back when they are given up: nothing is copied when a
+seat grows, and what is counted is what is used. Counted and granted in pages of 16 positions or a few more. Knows no
+session, no name, no network, and does not decide what to evict.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +17,9 @@ import torch
 
 from routing.errors import BadInput, Overloaded
 
-PAGE = 16  # positions
-LARGEST_STEP = 1024  # positions: extents double up to this, then grow by it
+PAGE = 16  # positions, at least
+ROOM = 16_384  # positions of address space to begin with
+NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux: address space is not counted as memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +32,12 @@ class CacheShape:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def page(self) -> int:
+        """Positions of a page: 16, or of heads as small as 128 bytes as many as fill a page of the system."""
+        row = self.head_dim * self.dtype.itemsize
+        return max(PAGE, mmap.PAGESIZE // row) if row >= 128 and mmap.PAGESIZE % row == 0 else PAGE
+
     def position_bytes(self, blocks: int) -> int:
         """Bytes of one position of a seat that covers `blocks` blocks."""
         return (2 * blocks * self.kv_heads * self.head_dim + self.hidden) * self.dtype.itemsize
@@ -36,9 +46,8 @@ class CacheShape:
 class SeatCache:
     """Memory of one seat: one session in blocks `[entry, exit)`.
 
-    Positions `[0, position)` are held. During a pass only the compute thread may touch it; between passes,
-    its owner. `granted` is the capacity that a budget has allowed, `capacity` what is allocated: the executor
-    allocates.
+    Positions `[0, position)` are held. During a pass only the compute thread may touch it; between passes, its owner.
+    `capacity` is how many positions a budget has granted and may be written.
     """
 
     def __init__(self, entry: int, exit: int, shape: CacheShape, budget: CacheBudget | None = None):
@@ -49,15 +58,18 @@ class SeatCache:
         self.budget = budget
         self.position = 0
         self.capacity = 0
-        self.granted = 0
-        self._extents: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.journal = self._empty(0, shape.hidden)  # [capacity, hidden], outputs of block exit - 1
+        self._memory = _Memory.nothing(exit - entry, shape)
+
+    @property
+    def journal(self) -> torch.Tensor:
+        """Outputs of block exit - 1, [at least capacity, hidden]; what lies behind `position` is not valid."""
+        return self._memory.journal
 
     def extents(self, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a block, each [1, kv_heads, capacity, head_dim]; what lies behind `position` is not
-        valid.
+        """Keys and values of a block, each [1, kv_heads, at least capacity, head_dim]; what lies behind `position` is
+        not valid.
         """
-        return self._extents[block - self.entry]
+        return self._memory.extents[block - self.entry]
 
     def rows(self, start: int, end: int) -> torch.Tensor:
         """A copy of the outputs at positions `[start, end)`, [end - start, hidden].
@@ -70,71 +82,128 @@ class SeatCache:
         return self.journal[start:end].clone()
 
     def truncate(self, position: int) -> None:
-        """Forgets the positions from `position` on. Raises BadInput if it is not within what is held."""
+        """Forgets the positions from `position` on, and gives their pages back. Raises BadInput if it is not within
+        what is held.
+        """
         if not 0 <= position <= self.position:
             raise BadInput(f"cannot go back to position {position}: {self.position} are held")
         self.position = position
+        self._shrink(self._whole_pages(position))
 
-    def capacity_for(self, positions: int) -> int:
-        """The capacity to grow to so that `positions` fit: doubled, in steps of whole pages."""
-        held = max(self.capacity, self.granted)
-        if positions <= held:
-            return held
-        return _whole_pages(max(positions, held + min(held, LARGEST_STEP)))
-
-    def least_for(self, positions: int) -> int:
-        """The least capacity in which `positions` fit: where there is no room for the next step."""
-        return max(self.capacity, self.granted, _whole_pages(positions))
+    def copy_prefix(self, other: SeatCache, positions: int) -> bool:
+        """Takes the first `positions` of another seat of the same blocks, in place of what is held here. False, and
+        nothing has changed, if the budget has no room.
+        """
+        assert (self.entry, self.exit, self.shape) == (other.entry, other.exit, other.shape)
+        assert positions <= other.position
+        try:
+            self.reserve(positions)
+        except Overloaded:
+            return False
+        for mine, theirs in zip(self._memory.extents, other._memory.extents, strict=True):
+            for new, old in zip(mine, theirs, strict=True):
+                new[:, :, :positions] = old[:, :, :positions]
+        self.journal[:positions] = other.journal[:positions]
+        self.position = positions
+        return True
 
     def bytes_at(self, capacity: int) -> int:
         return capacity * self.shape.position_bytes(self.exit - self.entry)
 
+    def capacity_for(self, positions: int) -> int:
+        """What is granted so that `positions` fit: whole pages; where growing must copy, twice as much as before."""
+        if positions <= self.capacity:
+            return self.capacity
+        pages = self._whole_pages(positions)
+        return pages if self.shape.device.type == "cpu" else max(pages, 2 * self.capacity)
+
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
+        """Bytes granted."""
         return self.bytes_at(self.capacity)
 
     def reserve(self, positions: int) -> None:
-        """Allocates room for `positions`.
+        """Makes room for `positions`.
 
         Raises Overloaded if the budget has no room; then nothing has changed.
         """
-        if positions <= self.capacity:
-            return
-        if self.budget is not None and not self.budget.claim(self, positions):
-            raise Overloaded(f"no room for {positions} positions in the cache")
-        self._grow(self.capacity_for(positions))
-
-    def _grow(self, capacity: int) -> None:
-        held, shape = self.position, self.shape
-        blocks = self.exit - self.entry
-        if not self._extents:
-            self._extents = [(self._empty(1, 0, 0, 0), self._empty(1, 0, 0, 0)) for _ in range(blocks)]
-        # One block at a time: old and new lie side by side for one block only. Until the last is done,
-        # `capacity` is the old one, which all extents have at least.
-        for index, pair in enumerate(self._extents):
-            wider = []
-            for old in pair:
-                new = self._empty(1, shape.kv_heads, capacity, shape.head_dim)
-                if held:
-                    new[:, :, :held] = old[:, :, :held]
-                wider.append(new)
-            self._extents[index] = (wider[0], wider[1])
-        journal = self._empty(capacity, shape.hidden)
-        journal[:held] = self.journal[:held]
-        self.journal = journal
-        self.capacity = capacity
+        if positions > self.capacity:
+            if self.budget is not None:
+                if not self.budget.claim(self, positions):
+                    raise Overloaded(f"no room for {positions} positions in the cache")
+            else:
+                self.capacity = self.capacity_for(positions)
+        if self.capacity > self._memory.room:
+            self._memory = self._memory.larger(self.capacity, self.position)
 
     def evict(self) -> None:
         """Gives all memory back. The seat may be used again, from position 0."""
-        if self.budget is not None:
-            self.budget.release(self)
-        self.position = self.capacity = self.granted = 0
-        self._extents = []
-        self.journal = self._empty(0, self.shape.hidden)
+        self.position = 0
+        self._shrink(0)
+        self._memory = _Memory.nothing(self.exit - self.entry, self.shape)
 
-    def _empty(self, *size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=self.shape.dtype, device=self.shape.device)
+    def _shrink(self, capacity: int) -> None:
+        if capacity >= self.capacity:
+            return
+        self._memory.give_back(capacity, self.capacity)
+        if self.budget is not None:
+            self.budget.release(self, capacity)
+        else:
+            self.capacity = capacity
+
+    def _whole_pages(self, positions: int) -> int:
+        return -(-positions // self.shape.page) * self.shape.page
+
+
+class _Memory:
+    """Keys, values and journal of `room` positions."""
+
+    def __init__(self, blocks: int, shape: CacheShape, room: int):
+        self._blocks, self._shape, self.room = blocks, shape, room
+        kv_size, journal_size = 2 * blocks * shape.kv_heads * room * shape.head_dim, room * shape.hidden
+        self._mapping: mmap.mmap | None = None
+        if room and shape.device.type == "cpu":
+            nbytes = (kv_size + journal_size) * shape.dtype.itemsize
+            self._mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+            if hasattr(mmap, "MADV_NOHUGEPAGE"):
+                # Each head of each block has its own stretch: a huge page a stretch would be 2 MiB for a few tokens.
+                self._mapping.madvise(mmap.MADV_NOHUGEPAGE)
+            flat = torch.frombuffer(self._mapping, dtype=shape.dtype)
+        else:
+            flat = torch.empty(kv_size + journal_size, dtype=shape.dtype, device=shape.device)
+        self._kv = flat[:kv_size].view(blocks, 2, 1, shape.kv_heads, room, shape.head_dim)
+        self.extents = [(self._kv[index, 0], self._kv[index, 1]) for index in range(blocks)]
+        self.journal = flat[kv_size:].view(room, shape.hidden)
+
+    @classmethod
+    def nothing(cls, blocks: int, shape: CacheShape) -> _Memory:
+        return cls(blocks, shape, 0)
+
+    def larger(self, capacity: int, held: int) -> _Memory:
+        """With room for `capacity`, and the first `held` positions of this one."""
+        room = max(ROOM, capacity, 2 * self.room) if self._shape.device.type == "cpu" else capacity
+        new = _Memory(self._blocks, self._shape, room)
+        new._kv[..., :held, :] = self._kv[..., :held, :]
+        new.journal[:held] = self.journal[:held]
+        return new
+
+    def give_back(self, start: int, end: int) -> None:
+        """The system's pages of positions `[start, end)`."""
+        if self._mapping is None or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        shape, size = self._shape, self._shape.dtype.itemsize
+        row, journal_row = shape.head_dim * size, shape.hidden * size
+        stretches = 2 * self._blocks * shape.kv_heads
+        for index in range(stretches):
+            self._drop(index * self.room * row, row, start, end)
+        self._drop(stretches * self.room * row, journal_row, start, end)
+
+    def _drop(self, base: int, row: int, start: int, end: int) -> None:
+        first = -(-(base + start * row) // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (base + end * row) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            assert self._mapping is not None
+            self._mapping.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 class CacheBudget:
@@ -154,36 +223,30 @@ class CacheBudget:
 
     def can_hold(self, seat: SeatCache, positions: int) -> bool:
         """Whether `seat` could grow to `positions` now."""
-        return self._fits(seat, seat.least_for(positions))
+        return self.used_bytes + self._more(seat, positions) <= self.limit_bytes
 
     def claim(self, seat: SeatCache, positions: int) -> bool:
         """Grants `seat` room for `positions`, and marks it as used now. False, and no change, if there is no
         room.
         """
-        capacity = seat.capacity_for(positions)
-        if not self._fits(seat, capacity):
-            capacity = seat.least_for(positions)
-            if not self._fits(seat, capacity):
-                return False
-        self.used_bytes += seat.bytes_at(capacity) - seat.bytes_at(seat.granted)
-        seat.granted = capacity
+        if not self.can_hold(seat, positions):
+            return False
+        self.used_bytes += self._more(seat, positions)
+        seat.capacity = seat.capacity_for(positions)
         self._seats[seat] = None
         self._seats.move_to_end(seat)
         return True
 
-    def release(self, seat: SeatCache) -> None:
-        """Takes back what was granted to `seat`; called by `SeatCache.evict`."""
-        if seat in self._seats:
+    def release(self, seat: SeatCache, capacity: int) -> None:
+        """Takes back what was granted to `seat` beyond `capacity`; called by the seat."""
+        self.used_bytes -= seat.bytes_at(seat.capacity) - seat.bytes_at(capacity)
+        seat.capacity = capacity
+        if capacity == 0:
             del self._seats[seat]
-            self.used_bytes -= seat.bytes_at(seat.granted)
 
     def least_recent(self) -> Iterator[SeatCache]:
         """The seats that hold memory, the one unused for longest first."""
         return iter(tuple(self._seats))
 
-    def _fits(self, seat: SeatCache, capacity: int) -> bool:
-        return self.used_bytes + seat.bytes_at(capacity) - seat.bytes_at(seat.granted) <= self.limit_bytes
-
-
-def _whole_pages(positions: int) -> int:
-    return -(-positions // PAGE) * PAGE
+    def _more(self, seat: SeatCache, positions: int) -> int:
+        return seat.bytes_at(seat.capacity_for(positions)) - seat.bytes_at(seat.capacity)

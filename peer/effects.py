@@ -57,8 +57,10 @@ class SessionLimits:
     hold_frames: int = 64  # a connection
     hold_bytes: int = 1 << 20
     ask_again_s: float = 1.0
+    idle_s: float = 1.0  # silent for so long, a session's content may be taken for another's; it heals by gaps
     client_gone_s: float = 120.0
     silent_s: float = 1800.0
+    kept_s: float = 600.0  # what a closed session leaves for the client's next ones
     hops: int = 256
-    chunk: int = 256  # most positions of a frame passed on
+    chunk: int = 512  # most positions of a frame passed on
     retry_after_ms: int = 500

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -45,60 +45,70 @@ class PassResult:
 
     outputs: list[torch.Tensor]  # each [T, hidden]
     finite: list[bool]  # whether all values of each output are finite
-    seconds: float  # of the whole pass
+    seconds: float  # of computing, without what ran in between
 
 
-class Executor:
-    """Runs passes over `blocks`. Not for more than one thread at a time."""
+class Pass:
+    """One packed pass under way: `advance` takes it through one block after another. Afterwards each seat holds its T
+    new positions (keys, values and journal); before that, and if it raises, no seat has advanced.
+    """
 
-    def __init__(self, blocks: Blocks):
-        self.blocks = blocks
-
-    @torch.inference_mode()
-    def run(self, items: Sequence[PassItem]) -> PassResult:
-        """One packed pass. Afterwards each seat holds its T new positions (keys, values and journal).
-
-        All or nothing: if it raises, no seat has advanced. At most one item a seat. Raises BadInput (a shape
-        that does not fit), Overloaded (the cache's budget has no room).
-        """
+    def __init__(self, blocks: Blocks, items: Sequence[PassItem]):
+        """At most one item a seat. Raises BadInput (a shape that does not fit), Overloaded (no room in the cache)."""
         begun = time.perf_counter()
-        self._check(items)
+        self._blocks, self._items = blocks, items
+        _check(blocks, items)
         for item in items:
             item.seat.reserve(item.seat.position + item.hidden.shape[0])
-        outputs = self._through_blocks(items)
-        for item, output in zip(items, outputs, strict=True):
+        dtype, device = blocks.shape.dtype, blocks.shape.device
+        self._rows = [item.hidden.to(device=device, dtype=dtype) for item in items]
+        self._steps = self._through_blocks()
+        self.result: PassResult | None = None
+        self._seconds = time.perf_counter() - begun
+
+    @torch.inference_mode()
+    def advance(self, enough: Callable[[float], bool] = lambda seconds: False) -> bool:
+        """Runs until the end, or after any block until `enough`, which is told the seconds of this call. Whether the
+        end was reached; then `result` is there.
+        """
+        assert self.result is None, "the pass has ended"
+        begun = time.perf_counter()
+        for _ in self._steps:
+            if enough(time.perf_counter() - begun):
+                self._seconds += time.perf_counter() - begun
+                return False
+        outputs = self._rows
+        for item, output in zip(self._items, outputs, strict=True):
             seat, end = item.seat, item.seat.position + output.shape[0]
             seat.journal[seat.position : end] = output
         finite = [_all_finite(output) for output in outputs]
-        for item, output in zip(items, outputs, strict=True):
+        for item, output in zip(self._items, outputs, strict=True):
             item.seat.position += output.shape[0]
-        return PassResult(outputs=outputs, finite=finite, seconds=time.perf_counter() - begun)
+        self._seconds += time.perf_counter() - begun
+        self.result = PassResult(outputs=outputs, finite=finite, seconds=self._seconds)
+        return True
 
-    def _check(self, items: Sequence[PassItem]) -> None:
-        span, hidden = self.blocks.span, self.blocks.shape.hidden
-        assert len({id(item.seat) for item in items}) == len(items), "a seat twice in one pass"
-        for item in items:
-            assert span.start <= item.entry < item.exit <= span.end, "a seat of other blocks"
-            if item.hidden.ndim != 2 or item.hidden.shape[0] == 0 or item.hidden.shape[1] != hidden:
-                raise BadInput(f"rows of shape {tuple(item.hidden.shape)}: [positions, {hidden}] expected")
-
-    def _through_blocks(self, items: Sequence[PassItem]) -> list[torch.Tensor]:
+    def _through_blocks(self) -> Iterator[None]:
         """The rows of every item after its last block. Between two boundaries the same items run together."""
-        dtype, device = self.blocks.shape.dtype, self.blocks.shape.device
-        rows = [item.hidden.to(device=device, dtype=dtype) for item in items]
+        items, rows = self._items, self._rows
         boundaries = sorted({boundary for item in items for boundary in (item.entry, item.exit)})
         for start, end in pairwise(boundaries):
             active = [index for index, item in enumerate(items) if item.entry <= start and end <= item.exit]
             if not active:
                 continue
             packed = rows[active[0]] if len(active) == 1 else torch.cat([rows[index] for index in active])
-            packed = self._run_layers(packed[None], start, end, [items[index] for index in active])[0]
-            for index, part in zip(active, packed.split([rows[index].shape[0] for index in active]), strict=True):
+            counts = [rows[index].shape[0] for index in active]
+            layers = self._run_layers(packed[None], start, end, [items[index] for index in active])
+            for hidden in layers:
+                packed = hidden[0]
+                yield
+            for index, part in zip(active, packed.split(counts), strict=True):
                 rows[index] = part
-        return rows
 
-    def _run_layers(self, hidden: torch.Tensor, start: int, end: int, items: Sequence[PassItem]) -> torch.Tensor:
-        """hidden [1, T, hidden] through blocks `[start, end)`. Does what the library's model wrapper does
+    def _run_layers(
+        self, hidden: torch.Tensor, start: int, end: int, items: Sequence[PassItem]
+    ) -> Iterator[torch.Tensor]:
+        """hidden [1, T, hidden] after each of the blocks `[start, end)`. Does what the library's model wrapper does
         around its layers: position embeddings by the kind of layer, no mask, no cache of the library's.
         """
         segments, offset = [], 0
@@ -107,16 +117,43 @@ class Executor:
             segments.append(Segment(item.seat, offset, count, item.seat.position))
             offset += count
         pack = Pack(segments)
-        rotary = self.blocks.rotary.rows([(segment.past, segment.end) for segment in segments])
-        first = self.blocks.span.start
+        blocks, first = self._blocks, self._blocks.span.start
+        rotary = blocks.rotary.rows([(segment.past, segment.end) for segment in segments])
         for index in range(start - first, end - first):
-            layer, kind = self.blocks.layers[index], self.blocks.rotary_kinds[index]
+            layer, kind = blocks.layers[index], blocks.rotary_kinds[index]
             # `forward` itself: these layers have no hooks, and are not trained here.
             if kind is None:
                 hidden = layer.forward(hidden, attention_mask=None, pack=pack)
             else:
                 hidden = layer.forward(hidden, attention_mask=None, position_embeddings=rotary[kind], pack=pack)
-        return hidden
+            yield hidden
+
+
+class Executor:
+    """Runs passes over `blocks`. Not for more than one thread at a time; between two `advance` of a pass others may
+    run, of other seats."""
+
+    def __init__(self, blocks: Blocks):
+        self.blocks = blocks
+
+    def begin(self, items: Sequence[PassItem]) -> Pass:
+        return Pass(self.blocks, items)
+
+    def run(self, items: Sequence[PassItem]) -> PassResult:
+        """A whole pass. Raises what `Pass` raises."""
+        packed = self.begin(items)
+        packed.advance()
+        assert packed.result is not None
+        return packed.result
+
+
+def _check(blocks: Blocks, items: Sequence[PassItem]) -> None:
+    span, hidden = blocks.span, blocks.shape.hidden
+    assert len({id(item.seat) for item in items}) == len(items), "a seat twice in one pass"
+    for item in items:
+        assert span.start <= item.entry < item.exit <= span.end, "a seat of other blocks"
+        if item.hidden.ndim != 2 or item.hidden.shape[0] == 0 or item.hidden.shape[1] != hidden:
+            raise BadInput(f"rows of shape {tuple(item.hidden.shape)}: [positions, {hidden}] expected")
 
 
 def _all_finite(rows: torch.Tensor) -> bool:

@@ -1,84 +1,157 @@
-"""Owns the choice of what runs in the next pass. Pure: no torch, no clock, no I/O.
+"""Owns the choice of what runs next. Pure: no torch, no clock, no I/O.
 
-A pass takes every decode step that is ready, then chunks of prefill within a budget of positions, so that a
-long prompt delays the tokens of others by little. At most one work a seat in a pass, a seat's works in order.
+Two lanes. Decode steps, all that are ready, make a pass of their own; chunks of prefill make another, which is left
+after any block when decode steps come (`Turns`), so that a prompt of any length delays the tokens of others by little
+and loses nothing by being cut small. In each lane clients take turns, however many sessions each has.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from peer.seats import Seat, Work
 from peer.session import PeerSession
+from routing.types import PeerId
 
-MOST_REMEMBERED = 1024  # sessions
+MOST_REMEMBERED = 1024  # clients and sessions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     decode_most: int = 8  # positions: a work up to this is a decode step (a token, or a few that are guessed)
-    prefill_alone: int = 512  # positions of prefill in a pass without decode steps
-    prefill_beside: int = 128  # and beside decode steps, which wait for the pass
+    prefill_most: int = 512  # positions of prefill in a pass
 
 
 class Scheduler:
-    """A queue of works. Among sessions in prefill, the one served longest ago comes first."""
+    """Works wait here, at most one a seat."""
 
     def __init__(self, config: SchedulerConfig = SchedulerConfig()):
         self.config = config
-        self._queues: OrderedDict[Seat, deque[Work]] = OrderedDict()  # the longest waiting seat first
-        self._served: OrderedDict[PeerSession, int] = OrderedDict()  # pass of a session's last prefill
-        self._passes = 0
+        self._decode = _Lane()
+        self._prefill = _Lane()
+        self._account = _Account()
 
     def __len__(self) -> int:
         """Works that wait."""
-        return sum(len(queue) for queue in self._queues.values())
+        return len(self._decode) + len(self._prefill)
 
     @property
-    def waiting_positions(self) -> int:
-        return sum(_positions(work) for queue in self._queues.values() for work in queue)
+    def decode_waits(self) -> bool:
+        """May be asked from another thread."""
+        return bool(self._decode)
 
     def add(self, work: Work) -> None:
-        self._queues.setdefault(work.seat, deque()).append(work)
+        if _positions(work) <= self.config.decode_most:
+            self._decode.add(work)
+        else:
+            self._account.arrives(_client(work), idle=_client(work) not in self._prefill.clients)
+            self._prefill.add(work)
 
-    def next_pass(self, most_decode: int | None = None) -> list[Work]:
-        """Takes the works of the next pass out of the queue; empty if nothing waits. `most_decode` bounds its
-        decode steps, those that wait longest first.
-
-        A work is never split, so the first chunk of prefill runs even if it alone is over the budget: no work
-        waits for ever.
+    def next_decode(self, most: int | None = None) -> list[Work]:
+        """Takes the decode steps of the next pass, `most` at most: a step of each client, then a second one, and so on;
+        clients and seats that wait longest first. Empty if none waits.
         """
-        self._passes += 1
-        heads = [queue[0] for queue in self._queues.values()]
-        chosen = [work for work in heads if _positions(work) <= self.config.decode_most][:most_decode]
-        budget = self.config.prefill_beside if chosen else self.config.prefill_alone
-        chunks = [work for work in heads if _positions(work) > self.config.decode_most]
-        # The sort is stable: among equals, the longest waiting first.
-        chunks.sort(key=lambda work: self._served.get(work.seat.session, 0))
-        for first, work in enumerate(chunks):
-            if first == 0 or _positions(work) <= budget:
-                chosen.append(work)
-                budget -= _positions(work)
-                self._remember(work.seat.session)
-        for work in chosen:
-            self._take(work)
+        chosen: list[Work] = []
+        while self._decode and (most is None or len(chosen) < most):
+            for client in tuple(self._decode.clients):
+                if most is None or len(chosen) < most:
+                    chosen.append(self._decode.take_longest_waiting(client))
         return chosen
 
-    def _remember(self, session: PeerSession) -> None:
-        """A session has no work here while its next chunk is on its way, so this outlives its queue."""
-        self._served[session] = self._passes
-        self._served.move_to_end(session)
-        if len(self._served) > MOST_REMEMBERED:
-            self._served.popitem(last=False)
+    def next_prefill(self) -> list[Work]:
+        """Takes the chunks of the next pass. Empty if none waits.
 
-    def _take(self, work: Work) -> None:
-        queue = self._queues[work.seat]
-        queue.popleft()
-        if queue:
-            self._queues.move_to_end(work.seat)
+        The client that had the least computed is served first, and of its sessions the one served longest ago. A
+        work is never split, so the first runs even if it alone is over the budget: none waits for ever.
+        """
+        chosen: list[Work] = []
+        budget = self.config.prefill_most
+        skipped: set[PeerId] = set()
+        while clients := [client for client in self._prefill.clients if client not in skipped]:
+            client = self._account.least(clients)
+            work = self._prefill.longest_unserved(client)
+            if chosen and _positions(work) > budget:
+                skipped.add(client)
+                continue
+            self._prefill.take(work)
+            chosen.append(work)
+            budget -= _positions(work)
+            self._account.charge(client, _positions(work) * (work.seat.exit - work.seat.entry))
+        return chosen
+
+
+class _Lane:
+    """Works by client and seat, each in order of arrival."""
+
+    def __init__(self) -> None:
+        self.clients: OrderedDict[PeerId, OrderedDict[Seat, Work]] = OrderedDict()
+        self._served: OrderedDict[PeerSession, int] = OrderedDict()  # turn of a session's last work
+        self._turns = 0
+
+    def __len__(self) -> int:
+        return sum(len(works) for works in self.clients.values())
+
+    def __bool__(self) -> bool:
+        return bool(self.clients)
+
+    def add(self, work: Work) -> None:
+        works = self.clients.setdefault(_client(work), OrderedDict())
+        assert work.seat not in works, "a seat computes one work at a time"
+        works[work.seat] = work
+
+    def take_longest_waiting(self, client: PeerId) -> Work:
+        work = next(iter(self.clients[client].values()))
+        self.take(work)
+        return work
+
+    def longest_unserved(self, client: PeerId) -> Work:
+        # A session has no work here while its next chunk is on its way, so what it got outlives its queue.
+        return min(self.clients[client].values(), key=lambda work: self._served.get(work.seat.session, 0))
+
+    def take(self, work: Work) -> None:
+        works = self.clients[_client(work)]
+        del works[work.seat]
+        if works:
+            self.clients.move_to_end(_client(work))
         else:
-            del self._queues[work.seat]
+            del self.clients[_client(work)]
+        self._turns += 1
+        self._served[work.seat.session] = self._turns
+        _forget_oldest(self._served, work.seat.session)
+
+
+class _Account:
+    """What was computed for each client. Who comes back from idling starts level with those who waited meanwhile: time
+    spent idle earns nothing (start-time fair queueing, Goyal et al. 1996)."""
+
+    def __init__(self) -> None:
+        self._spent: OrderedDict[PeerId, int] = OrderedDict()
+        self._level = 0
+
+    def arrives(self, client: PeerId, idle: bool) -> None:
+        if idle:
+            self._spent[client] = max(self._spent.get(client, 0), self._level)
+            _forget_oldest(self._spent, client)
+
+    def least(self, clients: list[PeerId]) -> PeerId:
+        """The first of those with the least; clients in order of waiting."""
+        return min(clients, key=lambda client: self._spent.get(client, self._level))
+
+    def charge(self, client: PeerId, amount: int) -> None:
+        before = self._spent.get(client, self._level)
+        self._level = max(self._level, before)
+        self._spent[client] = before + amount
+
+
+def _forget_oldest(remembered: OrderedDict, newest: object) -> None:  # type: ignore[type-arg]
+    remembered.move_to_end(newest)
+    if len(remembered) > MOST_REMEMBERED:
+        remembered.popitem(last=False)
+
+
+def _client(work: Work) -> PeerId:
+    return work.seat.session.client_id
 
 
 def _positions(work: Work) -> int:

@@ -32,6 +32,10 @@ class SeatStore(Protocol):
     def evict(self) -> None:
         """Give all memory back; position 0."""
 
+    def copy_prefix(self, other: Any, positions: int) -> bool:
+        """Take the first positions of another store of the same blocks in place of what is held. False, and nothing
+        has changed, if there is no room."""
+
 
 @dataclass(slots=True, eq=False)
 class Work:
@@ -66,6 +70,11 @@ class Seat:
         self.asked_to = -1
         self.owed: dict[int, tuple[int, int]] = {}  # per asking hop: what it has not got yet
         self.progress_at = 0.0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Caches and journal belong to these boundaries alone."""
+        return self.entry, self.exit
 
     @property
     def position(self) -> int:
@@ -111,9 +120,22 @@ class Seat:
             self.truncate(kept)
         if self.position == 0:
             self.names = bytearray(body.names[:NAME_BYTES])
+        self._adopt(body.names, body.route[hop].keep_to)
         self.session.seat_opened(self)
         if self.position < body.need_end:
             self.ask(body.need_end)
+
+    def _adopt(self, names: bytes, keep_to: int) -> None:
+        """Begin with what another session of this client holds or left here, if that is more than we hold."""
+        donor = self.session.table.find_prefix(self, names)
+        if donor is None or (positions := min(donor.positions, keep_to)) <= self.position:
+            return
+        if donor.kept is not None and positions == count(donor.kept.names):
+            self.store.evict()
+            self.store = self.session.table.prefixes.take(donor.kept)
+        elif not self.store.copy_prefix(donor.store, positions):
+            return
+        self.names = bytearray(names[: (positions + 1) * NAME_BYTES])
 
     def _kept(self, names: bytes, keep_to: int) -> int:
         """The longest prefix whose names agree, up to `keep_to`."""

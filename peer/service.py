@@ -19,7 +19,7 @@ from peer.blocks import Blocks
 from peer.cache import CacheBudget, SeatCache
 from peer.capacity import Speed
 from peer.effects import Reach, Run, Sender, SessionLimits, ToLink, ToPeer
-from peer.executor import Executor, PassItem
+from peer.executor import Executor, Pass, PassItem
 from peer.scheduler import Scheduler
 from peer.seats import Work
 from peer.sessions import SessionTable
@@ -40,6 +40,7 @@ ACTIVE_S = 2.0  # a session that was heard of within this time will be heard of 
 DIAL_S = 5.0
 MOST_QUEUED = 256  # frames for a peer that is being dialled
 SMOOTHING = 0.1  # of a new measurement
+PREFILL_SHARE = 0.5  # of a decode pass's time: what prefill has between two of them at least
 MEASURED_WEIGHTS = 56  # of a small model's eight blocks
 
 
@@ -69,6 +70,17 @@ class _Done:
     problem: Problem | None = None
 
 
+class _Batch:
+    """The works of one pass, from the queue to their end."""
+
+    def __init__(self, works: list[Work], begun: float):
+        self.done = [_Done(work) for work in works]
+        self.begun = begun
+        self.running: list[_Done] = []  # those with good input, in the order of the pass's items
+        self.packed: Pass | None = None
+        self.seconds = 0.0  # of computing
+
+
 class Service:
     def __init__(
         self,
@@ -84,6 +96,8 @@ class Service:
         self.load = Load(speed.decode_s, speed.prefill_s)
         self._thread, self._executor = thread, Executor(blocks)
         self._scheduler = Scheduler()
+        self._prefill: _Batch | None = None  # under way
+        self._decode_pass_s = speed.decode_s * len(blocks.span)
         self._endpoint: Endpoint | None = None
         self._tasks = Tasks()
         self._ready = asyncio.Event()
@@ -253,19 +267,33 @@ class Service:
     # -- passes ----------------------------------------------------------------------------------------------
 
     async def _compute(self) -> None:
-        """Pass after pass, each of all that is ready, on the compute thread."""
+        """Turn after turn on the compute thread: a pass of the decode steps that are ready, then prefill until more
+        of them come."""
         while True:
             await self._ready.wait()
             self._ready.clear()
-            while works := self._scheduler.next_pass(self._decode_share()):
-                ready = [work for work in works if self._make_room(work)]
-                if not ready:
-                    continue
-                begun = time.monotonic()
-                done, seconds = await self._thread.run(self._pass, ready)
-                self.passes += 1
-                self._learn(ready, begun, seconds)
-                self._finish(done, begun, seconds)
+            while await self._turn():
+                pass
+
+    async def _turn(self) -> bool:
+        """Whether there was anything to do."""
+        steps = self._with_room(self._scheduler.next_decode(self._decode_share()))
+        if steps:
+            batch = _Batch(steps, time.monotonic())
+            await self._thread.run(self._advance, batch, None)
+            self._decode_pass_s += SMOOTHING * (batch.seconds - self._decode_pass_s)
+            self._finish(batch)
+        if self._prefill is None:
+            chunks = self._with_room(self._scheduler.next_prefill())
+            self._prefill = _Batch(chunks, time.monotonic()) if chunks else None
+        if self._prefill is not None:
+            # Without a share of its own, prefill would never end while many sessions decode.
+            least_s = PREFILL_SHARE * self._decode_pass_s if steps else 0.0
+            if await self._thread.run(self._advance, self._prefill, least_s):
+                batch, self._prefill = self._prefill, None
+                self._finish(batch)
+            return True
+        return bool(steps)
 
     def _decode_share(self) -> int:
         """How many decode steps one pass takes. In a chain of h hops only one of h groups of sessions can be here at
@@ -276,6 +304,9 @@ class Service:
                 here = sum(hop.peer_id == self.me for hop in session.route)
                 share += max(1, here) / len(session.route)
         return max(1, math.ceil(share))
+
+    def _with_room(self, works: list[Work]) -> list[Work]:
+        return [work for work in works if self._make_room(work)]
 
     def _make_room(self, work: Work) -> bool:
         """Claim memory for the positions to come, taking it from idle sessions if need be."""
@@ -290,37 +321,49 @@ class Service:
         self._act()
         return False
 
-    def _pass(self, works: list[Work]) -> tuple[list[_Done], float]:
-        """On the compute thread. A work with bad input is left out; all others run."""
-        done = [_Done(work) for work in works]
-        items: list[PassItem] = []
-        running: list[_Done] = []
-        for entry in done:
+    def _advance(self, batch: _Batch, least_s: float | None) -> bool:
+        """On the compute thread. To the end if `least_s` is None, else left after any block, and at least so many
+        seconds, when decode steps wait. Whether the end was reached."""
+        try:
+            if batch.packed is None:
+                items = self._good_input(batch)
+                if not items:
+                    return True
+                batch.packed = self._executor.begin(items)
+            if least_s is None:
+                batch.packed.advance()
+            elif not batch.packed.advance(lambda seconds: self._scheduler.decode_waits and seconds >= least_s):
+                return False
+        except (BadInput, Overloaded, RuntimeError) as error:  # torch says RuntimeError for all that it cannot do
+            log.exception("a pass failed")
+            for entry in batch.running:
+                entry.problem = Problem("failed", f"the pass failed: {error}")
+            return True
+        result = batch.packed.result
+        assert result is not None
+        batch.seconds = result.seconds
+        for entry, finite in zip(batch.running, result.finite, strict=True):
+            if not finite:
+                entry.work.seat.store.truncate(entry.work.start)
+                entry.problem = Problem("nonfinite-output", "the output has values that are not finite")
+        return True
+
+    def _good_input(self, batch: _Batch) -> list[PassItem]:
+        """A work with bad input is left out; all others run."""
+        items = []
+        for entry in batch.done:
             edge = (self.table.upstream_of(entry.work), self.me)
             try:
                 rows = self._rows(entry.work)
                 if bool(torch.isfinite(rows).all()):
                     assert isinstance(entry.work.seat.store, SeatCache)
                     items.append(PassItem(entry.work.seat.store, rows))
-                    running.append(entry)
+                    batch.running.append(entry)
                 else:
                     entry.problem = Problem("nonfinite-input", "the input has values that are not finite", edge)
             except ProtocolError as error:
                 entry.problem = Problem("bad-rows", str(error), edge)
-        if not items:
-            return done, 0.0
-        try:
-            result = self._executor.run(items)
-        except (BadInput, Overloaded, RuntimeError) as error:  # torch says RuntimeError for all that it cannot do
-            log.exception("a pass failed")
-            for entry in running:
-                entry.problem = Problem("failed", f"the pass failed: {error}")
-            return done, 0.0
-        for entry, finite in zip(running, result.finite, strict=True):
-            if not finite:
-                entry.work.seat.store.truncate(entry.work.start)
-                entry.problem = Problem("nonfinite-output", "the output has values that are not finite")
-        return done, result.seconds
+        return items
 
     def _rows(self, work: Work) -> torch.Tensor:
         rows = work.frame.rows
@@ -330,24 +373,29 @@ class Service:
             raise ProtocolError(f"{rows.shape[0]} rows for {work.frame.end - work.frame.start} positions")
         return rows[work.skip :].to(self.blocks.shape.dtype)
 
-    def _finish(self, done: list[_Done], begun: float, seconds: float) -> None:
+    def _finish(self, batch: _Batch) -> None:
+        self.passes += 1
+        self._learn(batch)
         now = time.monotonic()
-        for entry in done:
+        for entry in batch.done:
             work = entry.work
             if entry.problem is None:
-                queue_us = int(1e6 * max(0.0, begun - work.arrived))
-                self.table.computed(work, HopTiming(queue_us, int(1e6 * seconds)), now)
+                queue_us = int(1e6 * max(0.0, batch.begun - work.arrived))
+                self.table.computed(work, HopTiming(queue_us, int(1e6 * batch.seconds)), now)
             else:
                 log.warning("session %s: %s", work.seat.session.id.hex()[:8], entry.problem.message)
                 self.table.failed(work, entry.problem, now)
             self._act()
 
-    def _learn(self, works: list[Work], begun: float, seconds: float) -> None:
+    def _learn(self, batch: _Batch) -> None:
+        works = [entry.work for entry in batch.done]
         for work in works:
-            self.load.waited(max(0.0, begun - work.arrived))
+            self.load.waited(max(0.0, batch.begun - work.arrived))
+        if not batch.seconds:
+            return
         tokens = sum(work.end - work.start for work in works)
         blocks = max(work.seat.exit - work.seat.entry for work in works)
         if tokens == 1:
-            self.load.decoded(seconds / blocks)
+            self.load.decoded(batch.seconds / blocks)
         elif len(works) == 1 and tokens >= 16:
-            self.load.prefilled(seconds / blocks / tokens)
+            self.load.prefilled(batch.seconds / blocks / tokens)

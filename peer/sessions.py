@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 
 from peer.effects import ANSWERS, Effect, Sender, SessionLimits, ToLink
-from peer.seats import SeatStore, Work
+from peer.prefixes import Donor, Prefixes
+from peer.seats import Seat, SeatStore, Work
 from peer.session import PeerSession
 from routing.types import PeerId, Span
 from swarm.frames import NAME_BYTES, Busy, Codec, Frame, FrameType, HopTiming, Open, Problem, Stale
@@ -36,6 +37,7 @@ class SessionTable:
         self.now = 0.0
         self.sessions: dict[bytes, PeerSession] = {}
         self.effects: list[Effect] = []
+        self.prefixes = Prefixes(self.limits.kept_s)
         self._early: dict[Hashable, list[tuple[float, Frame, Sender]]] = {}
 
     def take_effects(self) -> list[Effect]:
@@ -132,13 +134,20 @@ class SessionTable:
             # A driver that was superseded says goodbye, too; that must not end the session of the one that stays.
             frame.epoch == session.epoch and session.client in (None, sender.link)
         ):
-            self._drop(session)
+            self._drop(session, keep_to=frame.end)
 
-    def _drop(self, session: PeerSession) -> None:
+    def _drop(self, session: PeerSession, keep_to: int = 0) -> None:
+        """Ends it. Of the seats of its route, the first `keep_to` positions stay for later sessions of the client."""
+        of_route = {seat for seat in session.seats.values() if seat.hop is not None}
         session.abandon()
         for seat in session.seats.values():
             if seat.working is None:
-                seat.evict()
+                # A seat out of the route may hold what was found wrong since.
+                if seat in of_route and keep_to:
+                    seat.truncate(min(keep_to, seat.position))
+                    self.prefixes.keep(session.client_id, seat.key, bytes(seat.names), seat.store, self.now)
+                else:
+                    seat.evict()
         del self.sessions[session.id]
 
     def refuse(self, frame: Frame, sender: Sender, why: str) -> None:
@@ -230,6 +239,7 @@ class SessionTable:
                 self._answer(frame, link, Frame(type=FrameType.UNKNOWN, hop=frame.hop))
         for session in list(self.sessions.values()):
             self._tick_session(session)
+        self.prefixes.tick(now)
 
     def _tick_session(self, session: PeerSession) -> None:
         for seat in session.seats.values():
@@ -242,15 +252,31 @@ class SessionTable:
         elif not session.abandoned and (gone or silent >= self.limits.silent_s):
             session.abandon()
 
-    def reclaim(self, enough: Callable[[], bool], idle_s: float = 5.0) -> bool:
-        """Evict seats until `enough`: those of abandoned sessions first, then the longest idle. They heal by the
-        gap rule when they speak again."""
+    def find_prefix(self, seat: Seat, names: bytes) -> Donor | None:
+        """Which other seat of the client, of a closed session or an open one, holds the longest prefix of `names`."""
+        client_id = seat.session.client_id
+        best = self.prefixes.find(client_id, seat.key, names, self.now)
+        for session in self.sessions.values():
+            if session.client_id == client_id and session is not seat.session:
+                other = session.seats.get(seat.key)
+                # A seat out of the route may hold what was found wrong since.
+                if other is not None and other.hop is not None:
+                    found = Donor.of(other.names, other.store, names)
+                    if found is not None and (best is None or found.positions > best.positions):
+                        best = found
+        return best
+
+    def reclaim(self, enough: Callable[[], bool]) -> bool:
+        """Evict until `enough`: what closed sessions left, then seats of abandoned sessions, then the longest idle.
+        They heal by the gap rule when they speak again."""
+        while not enough() and self.prefixes.drop_oldest():
+            pass
         seats = [
             (not session.abandoned, session.heard_at, seat)
             for session in self.sessions.values()
             for seat in session.seats.values()
             if seat.working is None and not seat.inbox
-            if session.abandoned or seat.hop is None or self.now - session.heard_at >= idle_s
+            if session.abandoned or seat.hop is None or self.now - session.heard_at > self.limits.idle_s
         ]
         seats.sort(key=lambda entry: entry[:2])
         for _, _, seat in seats:

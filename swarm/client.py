@@ -22,7 +22,7 @@ from routing.cost import CLIENT, Costs, CostSettings
 from routing.errors import DaemonFailed, SwarmError, TimedOut, Unreachable, WrongModel
 from routing.health import Health
 from routing.planner import Plan, Request, plan
-from routing.types import PeerId, PeerRecord, PeerState
+from routing.types import PeerId, PeerRecord, PeerState, Route
 from routing.view import Expired, RecordSeen, View, apply
 from swarm import manifest as manifests
 from swarm import native
@@ -43,6 +43,7 @@ from swarm.scorer import BatchingScorer
 from swarm.session import Session, SessionConfig, StepTrace
 from swarm.tasks import Tasks
 from swarm.transport import Endpoint, StreamCarrier
+from swarm.warm import WarmPrefixes
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,8 @@ class SwarmClient:
         self.health = Health()
         self.busy_until: dict[PeerId, float] = {}
         self.sessions: dict[bytes, Session] = {}
+        self.scope = 0  # part of all names: what was computed before a peer was found wrong is not shared after
+        self.warm = WarmPrefixes()
         self.links_lost: list[tuple[float, PeerId, str]] = []
         self.head: Head
         self.scorer: BatchingScorer
@@ -315,8 +318,19 @@ class SwarmClient:
         self.sessions[session.id] = session
         return session
 
+    def warm_positions(self, session: Session, route: Route) -> int:
+        """How much of a session's tokens the peers of a route probably hold, thanks to others of this client."""
+        others = [
+            (other.driver.held_names(), other.driver.route)
+            for other in self.sessions.values()
+            if other is not session and other.driver.route is not None
+        ]
+        return self.warm.positions(session.driver.all_names(), route, others)
+
     def forget(self, session: Session) -> None:
         self.sessions.pop(session.id, None)
+        if session.driver.route is not None:
+            self.warm.remember(session.driver.held_names(), session.driver.route)
         used = {peer for other in self.sessions.values() if other.route for peer in other.route.peers}
         for peer_id in session.driver.peers_ever - used:
             if link := self.link(peer_id):

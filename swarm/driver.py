@@ -7,6 +7,7 @@ last step again; the gap rule brings the rest. The driver knows no socket, no cl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,6 +21,19 @@ from swarm.frames import Codec, Frame, FrameType, HopTiming, Open, OpenHop, Step
 from swarm.names import NameChain
 
 NO_LIMIT = 2**32 - 1
+PASS_POSITIONS = 64  # what a pass costs beside its positions, in positions: measured 65 in fp32, 130 in bf16
+LEAST_CHUNK, MOST_CHUNK = 64, 512
+
+
+def prefill_chunk(positions: int, hops: int) -> int:
+    """Positions a frame for a prompt of so many: small chunks keep all hops at work, large ones compute faster.
+
+    n positions in chunks of c take (n / c + hops - 1) passes of time a + b c one after the other: least at
+    c = sqrt(n (a / b) / (hops - 1)). All chunks are of about one size: a small rest would cost a pass for little.
+    """
+    best = math.sqrt(positions * PASS_POSITIONS / (hops - 1)) if hops > 1 else MOST_CHUNK
+    count = max(1, round(positions / min(max(best, LEAST_CHUNK), MOST_CHUNK)))
+    return min(-(-positions // count), MOST_CHUNK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +72,7 @@ Effect = Send | NeedRoute | Output | Stopped
 
 @dataclass(frozen=True, kw_only=True)
 class DriverConfig:
-    chunk: int = 128  # positions a frame
+    chunk: int | None = None  # positions a frame; None: what is fastest for the prompt and the route
     deadline_s: float | None = 30.0  # without any sign of progress: a last resort, None switches it off
     codec: Codec = Codec.FP32
     row_bytes: int = 4
@@ -103,6 +117,7 @@ class Driver:
         self._accusers: dict[PeerId, set[PeerId]] = {}
         self._keep_to: dict[tuple[PeerId, int, int], int] = {}
         self._seats: set[tuple[PeerId, int, int]] = set()  # every seat ever opened
+        self._adopt_to = NO_LIMIT  # beyond it, nothing that earlier sessions left is to be trusted
 
     def take_effects(self) -> list[Effect]:
         effects, self.effects = self.effects, []
@@ -111,6 +126,13 @@ class Driver:
     @property
     def peers_ever(self) -> frozenset[PeerId]:
         return frozenset(peer_id for peer_id, _, _ in self._seats)
+
+    def held_names(self) -> bytes:
+        """Of what all seats of the route hold."""
+        return self.names.slice(0, self.done_to)
+
+    def all_names(self) -> bytes:
+        return self.names.slice(0, len(self.tokens))
 
     # -- what the caller does --------------------------------------------------------------------------------
 
@@ -135,19 +157,19 @@ class Driver:
         self.done_to = min(self.done_to, position)
         self.awaiting, self._results = False, {}
 
-    def open(self, route: Route, addresses: Mapping[PeerId, Sequence[str]], now: float) -> None:
-        """Take a route: at the start, after NeedRoute, or to move to a better one."""
+    def open(self, route: Route, addresses: Mapping[PeerId, Sequence[str]], now: float, warm: int = 0) -> None:
+        """Take a route: at the start, after NeedRoute, or to move to a better one. `warm`: positions that earlier
+        sessions probably left at all its hops; they are not sent. Where that is wrong, gaps bring them."""
         if self.stopped is not None:
             return
         self.epoch, self.route, self.healing = self.epoch + 1, route, False
         self._lost_peers, self._lost_edges, self._busy, self.opened = set(), set(), {}, {}
         self._outflow = Outflow(window_positions(self.config.row_bytes))
         self.progress_at = now
-        self._seats.update((hop.peer_id, hop.entry, hop.exit) for hop in route)
         # Only the last chunk again: the seats ask for the rest, each only for what it has not got.
         start = len(self.tokens)
         if self.awaiting:
-            repeat = min(self._want, start - self.config.chunk) if self.epoch > 0 else 0
+            repeat = min(self._want, start - (self.config.chunk or LEAST_CHUNK) if self.epoch > 0 else warm)
             start = max(self.done_to, repeat)
         body = Open(
             nonce=self.nonce,
@@ -161,6 +183,7 @@ class Driver:
             numeric_class=self.config.numeric_class,
             context=self.config.context,
         )
+        self._seats.update((hop.peer_id, hop.entry, hop.exit) for hop in route)
         for peer_id in sorted(route.peers):
             self._send(peer_id, Frame(type=FrameType.OPEN, body=body))
         if self.awaiting:
@@ -176,14 +199,17 @@ class Driver:
         for seat in self._seats:
             if seat[1] > min(entries) or seat[0] == peer_id:
                 self._keep_to[seat] = min(keep_to, self._keep_to.get(seat, NO_LIMIT))
+        self._adopt_to = min(keep_to, self._adopt_to)
         self._lost_peers.add(peer_id)
         if self.route is not None:
             self._need_route(f"{peer_id} was found to compute wrongly")
 
-    def close(self) -> None:
-        """CLOSE to every peer it ever opened."""
+    def close(self, keep: bool = True) -> None:
+        """CLOSE to every peer it ever opened. `keep`: they may keep what they hold for later sessions with the same
+        beginning, unless some of it was found wrong."""
+        keep_to = self.done_to if keep and self._adopt_to == NO_LIMIT else 0
         for peer_id in sorted(self.peers_ever):
-            self._send(peer_id, Frame(type=FrameType.CLOSE))
+            self._send(peer_id, Frame(type=FrameType.CLOSE, end=keep_to))
         self.stopped = self.stopped or SessionError("the session is closed")
 
     # -- what happens to it ----------------------------------------------------------------------------------
@@ -314,7 +340,9 @@ class Driver:
     # -- sending ---------------------------------------------------------------------------------------------
 
     def _keep(self, hop: Any) -> int:
-        return self._keep_to.get((hop.peer_id, hop.entry, hop.exit), NO_LIMIT)
+        seat = (hop.peer_id, hop.entry, hop.exit)
+        # A seat that is new to us may begin with what an earlier session left there, through the same wrong peer.
+        return self._keep_to.get(seat, NO_LIMIT if seat in self._seats else self._adopt_to)
 
     def _send_step(self, start: int) -> None:
         self._pay(FrameType.STEP, start, len(self.tokens))
@@ -337,8 +365,10 @@ class Driver:
                 self._send(self.route[0].peer_id, ready)
 
     def _chunks(self, start: int, end: int) -> Iterable[tuple[int, int]]:
-        for at in range(start, end, self.config.chunk):
-            yield at, min(at + self.config.chunk, end)
+        assert self.route is not None
+        chunk = self.config.chunk or prefill_chunk(end - start, len(self.route))
+        for at in range(start, end, chunk):
+            yield at, min(at + chunk, end)
 
     def _send(self, peer_id: PeerId, frame: Frame) -> None:
         frame.session, frame.epoch = self.id, max(0, self.epoch)

@@ -24,7 +24,7 @@ from routing.planner import Plan, Request
 from routing.retry import RetryPolicy
 from routing.types import Hop, PeerId, Route
 from swarm.codec import decode_rows, row_bytes
-from swarm.driver import Driver, DriverConfig, NeedRoute, Output, Send, Stopped
+from swarm.driver import LEAST_CHUNK, Driver, DriverConfig, NeedRoute, Output, Send, Stopped
 from swarm.frames import Codec, Frame, HopTiming
 from swarm.names import NameChain
 
@@ -72,11 +72,12 @@ class Recovery:
 @dataclass(frozen=True, kw_only=True)
 class SessionConfig:
     codec: Codec = Codec.FP32
-    chunk: int = 128  # positions of a prefill frame
+    chunk: int | None = None  # positions of a prefill frame; None: as `prefill_chunk` says
     wait_s: float = 0.0  # how long to wait for blocks that nobody serves
     recovery_s: float = 60.0  # how long a step may be held up by losses, however many routes are tried
     connect_s: float = 5.0  # a dial
     deadline_s: float | None = 60.0  # a step without any sign of progress
+    share_prefixes: bool = True  # with other sessions of this client, also later ones: peers keep what was closed
 
 
 class Session:
@@ -89,7 +90,7 @@ class Session:
         self.driver = Driver(
             session_id=self.id,
             nonce=secrets.token_bytes(8),
-            names=NameChain(client.name_secret, config.codec.name.encode()),
+            names=NameChain(client.name_secret, self._root(client, config)),
             embed=self._embed,
             read=self._read,
             config=DriverConfig(
@@ -116,6 +117,12 @@ class Session:
         self._patience: asyncio.Timeout | None = None  # of the search for a route under way
         self._full = False  # a peer that could help was full
         self._closed = False
+
+    def _root(self, client: SwarmClient, config: SessionConfig) -> bytes:
+        """What must not be shared has another root: other codecs, what was computed before a peer was found wrong, and
+        a session that wants to be alone."""
+        alone = b"" if config.share_prefixes else self.id
+        return b"/".join((config.codec.name.encode(), b"%d" % client.scope, alone))
 
     # -- what a generation needs -----------------------------------------------------------------------------
 
@@ -175,6 +182,7 @@ class Session:
         serves its blocks, the next step says so."""
         self._excluded |= {peer_id}
         self.client.health.failed(peer_id, time.monotonic(), weight=4.0)
+        self.client.scope += 1
         self.driver.distrust(peer_id, keep_to)
         self.act()
         if self._healing is not None:
@@ -189,7 +197,7 @@ class Session:
             self._healing.cancel()
             with contextlib.suppress(asyncio.CancelledError, SwarmError):
                 await self._healing
-        self.driver.close()
+        self.driver.close(keep=self.config.share_prefixes)
         self.act()
         self._fail(SessionError("the session is closed"))
         self.client.forget(self)
@@ -291,7 +299,8 @@ class Session:
     def _take(self, plan: Plan, reason: str, since: float) -> None:
         self.plan, before, now = plan, self.driver.route, time.monotonic()
         addresses = {peer_id: self.client.addresses(peer_id) for peer_id in plan.route.peers}
-        self.driver.open(plan.route, addresses, now)
+        warm = self.client.warm_positions(self, plan.route) if self.config.share_prefixes and before is None else 0
+        self.driver.open(plan.route, addresses, now, warm)
         self.client.watch(plan.route.peers)
         self.recoveries.append(
             Recovery(at_s=since, position=self.position, reason=reason, seconds=now - since, before=before,
@@ -341,10 +350,9 @@ class Session:
         held = self.driver.route.peers if self.driver.route is not None and self.position else frozenset()
         for record in client.records() if held else ():
             if record.peer_id not in held:
-                replay_s = self.position * len(record.span) * client.costs.block_s(record, self.config.chunk)
-                penalties[record.peer_id] = (
-                    penalties.get(record.peer_id, 0.0) + replay_s / self.config.chunk / WARM_TOKENS
-                )
+                token_s = client.costs.block_s(record, LEAST_CHUNK) / LEAST_CHUNK
+                replay_s = self.position * len(record.span) * token_s
+                penalties[record.peer_id] = penalties.get(record.peer_id, 0.0) + replay_s / WARM_TOKENS
         return Request(
             n_blocks=client.n_blocks,
             tokens=1,

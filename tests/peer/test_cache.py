@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peer.cache import LARGEST_STEP, PAGE, CacheBudget, CacheShape, SeatCache
+from peer import cache
+from peer.cache import CacheBudget, CacheShape, SeatCache
 from routing.errors import BadInput, Overloaded
 
-SHAPE = CacheShape(kv_heads=2, head_dim=4, hidden=8, dtype=torch.float32, device=torch.device("cpu"))
+SHAPE = CacheShape(kv_heads=2, head_dim=64, hidden=8, dtype=torch.float32, device=torch.device("cpu"))
+PAGE = SHAPE.page
 
 
 def fill(seat: SeatCache, positions: int) -> None:
@@ -30,7 +34,7 @@ def holds(seat: SeatCache) -> bool:
     marks = torch.arange(seat.position, dtype=torch.float32)
     for block in range(seat.entry, seat.exit):
         keys, values = seat.extents(block)
-        expected = (marks + 1000 * block)[:, None].expand(2, -1, 4)
+        expected = (marks + 1000 * block)[:, None].expand(2, -1, 64)
         if not (
             torch.equal(keys[0, :, : seat.position], expected) and torch.equal(values[0, :, : seat.position], -expected)
         ):
@@ -38,30 +42,85 @@ def holds(seat: SeatCache) -> bool:
     return torch.equal(seat.rows(0, seat.position), marks[:, None].expand(-1, 8))
 
 
-def test_growth_keeps_the_content_and_comes_in_doubled_pages():
+def resident_bytes(seat: SeatCache) -> int:
+    """What the system has really given for the mapping of a seat."""
+    start = seat.extents(seat.entry)[0].data_ptr()
+    with open("/proc/self/smaps") as maps:
+        inside = False
+        for line in maps:
+            if "-" in (first := line.split(maxsplit=1)[0]) and not first.endswith(":"):
+                begin, end = (int(part, 16) for part in first.split("-"))
+                inside = begin <= start < end
+            elif inside and line.startswith("Rss:"):
+                return int(line.split()[1]) * 1024
+    raise AssertionError("the mapping is not there")
+
+
+def test_growth_keeps_the_content_and_comes_in_pages():
     seat = SeatCache(3, 6, SHAPE)
     capacities = []
-    for count in (1, 15, 1, 40, 1, 200):
+    for count in (1, PAGE - 1, 1, 40, 1, 200):
         fill(seat, count)
-        capacities.append(seat.capacity)
+        capacities.append(seat.capacity // PAGE)
         assert holds(seat)
-    assert capacities == [16, 16, 32, 64, 64, 272]
-    assert all(capacity % PAGE == 0 for capacity in capacities)
+    assert capacities == [1, 1, 2, 4, 4, 17]
 
 
-def test_large_extents_grow_by_steps_not_by_doubling():
-    seat = SeatCache(0, 1, SHAPE)
-    fill(seat, 4096)
+def test_nothing_moves_when_a_seat_grows():
+    seat = SeatCache(0, 2, SHAPE)
     fill(seat, 1)
-    assert seat.capacity == 4096 + LARGEST_STEP
+    before = [tensor.data_ptr() for tensor in (*seat.extents(0), *seat.extents(1), seat.journal)]
+    fill(seat, 5000)
+    assert [tensor.data_ptr() for tensor in (*seat.extents(0), *seat.extents(1), seat.journal)] == before
 
 
-def test_bytes_are_those_of_the_tensors():
-    seat = SeatCache(3, 6, SHAPE)
-    fill(seat, 17)
-    tensors = [seat.journal, *(tensor for block in range(3, 6) for tensor in seat.extents(block))]
-    assert seat.nbytes == sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-    assert seat.nbytes == seat.capacity * SHAPE.position_bytes(3)
+def test_more_than_was_expected_is_copied_once(monkeypatch):
+    monkeypatch.setattr(cache, "ROOM", 32)
+    seat = SeatCache(0, 2, SHAPE)
+    for _ in range(9):
+        fill(seat, 20)
+        assert holds(seat)
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 64), (torch.bfloat16, 64), (torch.bfloat16, 128)])
+def test_what_is_counted_is_what_the_system_gave(dtype, head_dim):
+    """Also after growing, going back and giving up; beyond it at most a system's page for the journal."""
+    shape = CacheShape(kv_heads=3, head_dim=head_dim, hidden=576, dtype=dtype, device=torch.device("cpu"))
+    budget = CacheBudget(1 << 30)
+    seat = SeatCache(0, 15, shape, budget)
+
+    def wrote_to(position: int) -> None:
+        seat.reserve(position)
+        for block in range(15):
+            for tensor in seat.extents(block):
+                tensor[:, :, seat.position : position] = 1
+        seat.journal[seat.position : position] = 1
+        seat.position = position
+
+    for step in (40, 1000, 1001):
+        wrote_to(step)
+        # All positions of the last page count, whether they are written or not.
+        assert 0 <= budget.used_bytes - resident_bytes(seat) + mmap.PAGESIZE <= shape.page * shape.hidden * 8
+        assert seat.capacity - seat.position < shape.page
+    seat.truncate(500)
+    assert abs(budget.used_bytes - resident_bytes(seat)) <= shape.page * shape.hidden * 8
+    assert seat.capacity - seat.position < shape.page
+    wrote_to(520)
+    seat.evict()
+    assert budget.used_bytes == 0
+
+
+def test_a_prefix_can_be_taken_from_another_seat():
+    budget = CacheBudget(4 * PAGE * SHAPE.position_bytes(2))
+    seat, other = SeatCache(1, 3, SHAPE, budget), SeatCache(1, 3, SHAPE, budget)
+    fill(other, 20)
+    assert seat.copy_prefix(other, 18)
+    assert seat.position == 18 and holds(seat) and holds(other)
+    fill(seat, 5)
+    assert holds(seat) and holds(other)
+    third = SeatCache(1, 3, SHAPE, budget)
+    assert not third.copy_prefix(other, 18)
+    assert third.position == 0 and third.capacity == 0
 
 
 def test_truncate_goes_back_only():
@@ -91,18 +150,18 @@ def test_rows_are_a_copy_of_what_is_held():
 def test_a_full_budget_refuses_and_changes_nothing():
     budget = CacheBudget(3 * PAGE * SHAPE.position_bytes(1))
     seat, other = SeatCache(0, 1, SHAPE, budget), SeatCache(0, 1, SHAPE, budget)
-    fill(seat, 20)  # two pages
+    fill(seat, PAGE + 4)  # two pages
     fill(other, 1)
     used = budget.used_bytes
     assert budget.free_bytes == 0
-    assert not budget.can_hold(other, 17) and budget.can_hold(other, 16)
+    assert not budget.can_hold(other, PAGE + 1) and budget.can_hold(other, PAGE)
     with pytest.raises(Overloaded):
-        other.reserve(17)
-    assert (budget.used_bytes, other.capacity, other.position) == (used, 16, 1)
+        other.reserve(PAGE + 1)
+    assert (budget.used_bytes, other.capacity, other.position) == (used, PAGE, 1)
     assert holds(seat) and holds(other)
     seat.evict()
     assert seat.nbytes == 0 and seat.position == 0
-    other.reserve(17)
+    other.reserve(PAGE + 1)
     assert budget.used_bytes == other.nbytes
 
 
@@ -111,7 +170,7 @@ def test_a_claim_is_counted_before_it_is_allocated_and_counted_once():
     seat = SeatCache(0, 1, SHAPE, budget)
     assert budget.claim(seat, 100)
     counted = budget.used_bytes
-    assert seat.nbytes == 0 and counted == 112 * SHAPE.position_bytes(1)
+    assert counted == -(-100 // PAGE) * PAGE * SHAPE.position_bytes(1)
     fill(seat, 3)
     assert budget.used_bytes == counted == seat.nbytes
 
@@ -147,6 +206,6 @@ def test_the_account_is_the_sum_of_what_was_granted(actions):
             seat.truncate(min(seat.position, amount))
         elif action == "evict":
             seat.evict()
-        assert budget.used_bytes == sum(seat.bytes_at(seat.granted) for seat in seats) <= budget.limit_bytes
-        assert all(seat.position <= seat.capacity <= seat.granted for seat in seats)
-        assert all(holds(seat) for seat in seats if seat.capacity)
+        assert budget.used_bytes == sum(seat.nbytes for seat in seats) <= budget.limit_bytes
+        assert all(seat.position <= seat.capacity for seat in seats)
+        assert all(holds(seat) for seat in seats if seat.position)

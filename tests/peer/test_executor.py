@@ -178,7 +178,7 @@ def test_the_tests_would_see_a_session_that_reads_anothers_cache(tiny):
     seats = [tiny.blocks.seat(0, 4) for _ in LENGTHS]
     inputs = embedded(tiny)
     right = run_passes(tiny.blocks, seats, inputs, [(20, 20, 20)])
-    seats[0]._extents, seats[1]._extents = seats[1]._extents, seats[0]._extents
+    seats[0]._memory, seats[1]._memory = seats[1]._memory, seats[0]._memory
     outputs = run_passes(tiny.blocks, seats, inputs, [(1, 1, 1)])
     for index, seen in ((0, True), (1, True), (2, False)):
         expected = tiny.states[index][4][20:21]
@@ -207,14 +207,29 @@ def test_all_or_nothing(llama, monkeypatch):
 
 
 def test_a_full_cache_stops_the_pass_before_it_computes(llama):
-    budget = CacheBudget(16 * llama.blocks.shape.position_bytes(4))
-    rich, poor = llama.blocks.seat(0, 4), llama.blocks.seat(0, 4, budget)
+    budget = CacheBudget(llama.blocks.shape.page * llama.blocks.shape.position_bytes(4))
+    rich, poor, late = llama.blocks.seat(0, 4), llama.blocks.seat(0, 4, budget), llama.blocks.seat(0, 4, budget)
     rows = llama.states[0][0]
     executor = Executor(llama.blocks)
     executor.run([PassItem(rich, rows[:5]), PassItem(poor, rows[:5])])
     with pytest.raises(Overloaded):
-        executor.run([PassItem(rich, rows[5:9]), PassItem(poor, rows[5:22])])
-    assert (rich.position, poor.position) == (5, 5)
+        executor.run([PassItem(rich, rows[5:9]), PassItem(late, rows[:5])])
+    assert (rich.position, poor.position, late.position) == (5, 5, 0)
+
+
+def test_other_passes_may_run_between_the_blocks_of_one(tiny):
+    """A long prompt is left after each block for a decode step of another session."""
+    long, other = tiny.blocks.seat(0, 4), tiny.blocks.seat(0, 4)
+    rows, executor = embedded(tiny), Executor(tiny.blocks)
+    executor.run([PassItem(other, rows[1][:3])])
+    packed, steps = executor.begin([PassItem(long, rows[0])]), []
+    while not packed.advance(lambda seconds: True):
+        assert long.position == 0
+        steps.append(executor.run([PassItem(other, rows[1][other.position : other.position + 1])]).outputs[0])
+    assert len(steps) == 4 and packed.result is not None
+    assert long.position == len(rows[0])
+    assert worst([packed.result.outputs[0]], [tiny.states[0][4]]) <= TOLERANCE
+    assert worst([torch.cat(steps)], [tiny.states[1][4][3:7]]) <= TOLERANCE
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 
+from peer import prefixes
 from peer.seats import Seat
 from peer.session import PeerSession
 from peer.sessions import SessionTable
@@ -54,6 +55,23 @@ def test_disturbed_runs_end_with_the_clean_text(variant: dict) -> None:
         assert outcome(seed, variant) is None, f"seed {seed}, {variant}"
 
 
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(k for k, on in v.items() if on) or "plain")
+def test_what_an_earlier_session_left_changes_no_text(variant: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even if liars had a hand in it, or if the client is wrong about what is still there."""
+    monkeypatch.setattr(prefixes, "LEAST", 3)
+    for seed in range(60):
+        assert outcome(seed, {**variant, "earlier": True}) is None, f"seed {seed}, {variant}"
+
+
+def test_what_an_earlier_session_left_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cost(least: int) -> int:
+        monkeypatch.setattr(prefixes, "LEAST", least)
+        return sum(simulate(seed, earlier=True).computed for seed in range(40))
+
+    # Of 35 positions of the second session 12, its prompt, may be there; at seven of ten hops at most.
+    assert cost(3) < 0.93 * cost(1000)
+
+
 def test_a_failure_costs_little_computation() -> None:
     """Seats that stay compute nothing twice: a disturbed run costs a small multiple of a clean one."""
     ratios = []
@@ -78,6 +96,13 @@ def answer_without_comparing(patch: pytest.MonkeyPatch) -> None:
 
 def forget_keep_to(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Driver, "_keep", lambda self, hop: NO_LIMIT)
+
+
+def adopt_whatever_was_left(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefixes, "LEAST", 3)
+    patch.setattr(
+        Driver, "_keep", lambda self, hop: self._keep_to.get((hop.peer_id, hop.entry, hop.exit), NO_LIMIT)
+    )
 
 
 def one_seat_a_peer(patch: pytest.MonkeyPatch) -> None:
@@ -134,6 +159,7 @@ def silent_renewal(patch: pytest.MonkeyPatch) -> None:
         forget_names_at_open_and_step,
         answer_without_comparing,
         forget_keep_to,
+        adopt_whatever_was_left,
         one_seat_a_peer,
         no_repeated_ask_after_eviction,
         asks_survive_truncation,
@@ -150,7 +176,8 @@ def test_each_part_of_the_rule_is_needed(take_out, monkeypatch: pytest.MonkeyPat
         for variant in (v for v in VARIANTS if not v["timers"]):
             truth = list(clean_text(seed))
             try:
-                hurt = simulate(seed, disturb=True, truth=truth, **variant)
+                earlier = take_out is adopt_whatever_was_left
+                hurt = simulate(seed, disturb=True, truth=truth, earlier=earlier, **variant)
             except (AssertionError, IndexError):
                 return
             if verdict(hurt, truth) is not None:

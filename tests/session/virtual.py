@@ -56,6 +56,11 @@ class DigestStore:
     def evict(self) -> None:
         self.truncate(0)
 
+    def copy_prefix(self, other: DigestStore, positions: int) -> bool:
+        self.inputs = [inputs[:positions] for inputs in other.inputs]
+        self.journal = other.journal[:positions]
+        return True
+
     def rows(self, start: int, end: int) -> bytes:
         return b"".join(self.journal[start:end])
 
@@ -201,18 +206,19 @@ class VirtualClient:
     life, alive = 0, True
 
     def __init__(self, net: VirtualNet, prompt: list[int], count: int, truth: list[int] | None, *, speculate: bool,
-                 timers: bool, liar: bool):
+                 timers: bool, liar: bool, session: bytes = b"s", habit: Route | None = None):
         self.net, self.rng, self.truth, self.speculate = net, net.rng, truth, speculate
         self.goal, self.prompt = len(prompt) + count, prompt
         config = DriverConfig(chunk=CHUNK, deadline_s=3.0 if timers else None, row_bytes=ROW)
         self.driver = Driver(
-            session_id=b"s" * 16,
+            session_id=session * 16,
             nonce=b"n" * 8,
             names=NameChain(b"secret"),
             embed=lambda a, b: b"".join(digest("embedding", t) for t in self.driver.tokens[a:b]),
             read=lambda frame: bytes(frame.rows),
             config=config,
         )
+        self.habit = habit  # of an earlier session: its peers may hold something, and how much is guessed
         self.tokens = list(prompt)  # what is decided; the driver may hold a draft beyond it
         self.draft: list[int] = []
         self.liars: set[str] = set()
@@ -229,7 +235,7 @@ class VirtualClient:
         ]
         route: list[Hop] = []
         block = 0
-        present = self.driver.route or ()
+        present = self.driver.route or self.habit or ()
         while block < BLOCKS:
             able = [p for p in peers if block in p.span]
             if not able:
@@ -253,7 +259,8 @@ class VirtualClient:
             self.plan_soon(5)  # nobody serves a block: wait, and look again
             return
         self.reroutes += 1
-        self.driver.open(route, {}, self.net.now)
+        warm = self.rng.randint(0, len(self.prompt)) if self.habit else 0
+        self.driver.open(route, {}, self.net.now, warm)
         self.act()
 
     def plan_soon(self, units: float = 0) -> None:
@@ -286,6 +293,8 @@ class VirtualClient:
                     self.accept(effect)
                 case Stopped():
                     self.stopped = effect
+        if self.driver.effects:  # of the next step, which an output began
+            self.act()
 
     # -- generation
 
@@ -350,6 +359,7 @@ def simulate(
     speculate: bool = False,
     timers: bool = True,
     liar: bool = False,
+    earlier: bool = False,
     carry: Callable[[Frame], Frame] = replace,
     peer_class: type[VirtualPeer] = VirtualPeer,
 ) -> VirtualClient:
@@ -363,7 +373,16 @@ def simulate(
     ]
     net.nodes.update({peer.name: peer for peer in peers})
     prompt = [random.Random(seed).randrange(97) for _ in range(12)]
-    client = VirtualClient(net, prompt, 24, truth, speculate=speculate, timers=timers, liar=liar)
+    habit = None
+    if earlier:
+        # Another session of the client said the same, and was closed before its liars were found out.
+        first = VirtualClient(net, prompt, 12, None, speculate=False, timers=False, liar=False, session=b"f")
+        net.nodes[CLIENT] = first
+        first.start()
+        net.run(lambda: False)
+        assert first.finished
+        habit = first.driver.route
+    client = VirtualClient(net, prompt, 24, truth, speculate=speculate, timers=timers, liar=liar, habit=habit)
     net.nodes[CLIENT] = client
 
     def fault() -> None:

@@ -303,10 +303,10 @@ async def test_a_peer_that_cannot_compute_any_more_does_not_seem_to_serve(tiny: 
         peer = swarm.peers[0]
         watching = asyncio.ensure_future(peer.host.arun(peer.service.watch()))
 
-        def run(items: Any) -> Any:
+        def begin(items: Any) -> Any:
             raise KeyError("nobody thought of this")
 
-        peer.service._executor.run = run  # type: ignore[method-assign]
+        peer.service._executor.begin = begin  # type: ignore[method-assign]
         task = asyncio.ensure_future(Scene(swarm, session, local, []).more(1))
         with pytest.raises(SwarmError, match="nobody thought of this"):
             await asyncio.wait_for(watching, 10)

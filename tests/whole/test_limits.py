@@ -57,7 +57,6 @@ async def test_a_peer_that_fills_up_in_mid_answer_is_left(tiny: Path, local: Ref
 
 
 async def test_what_fits_exactly_fits(tiny: Path, local: Reference) -> None:
-    """Growing in large steps must not refuse what there is room for."""
     async with InProcessSwarm(tiny) as swarm:
         await swarm.add("0:6", cache_bytes=room_for(112))
         async with swarm.model() as model, model.session() as session:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from peer.executor import PassResult
+from peer.executor import Pass, PassItem, PassResult
 from routing.errors import NoRoute, TimedOut
 from tests.whole.inprocess import InProcessPeer
 from tests.whole.reference import Reference
@@ -21,20 +21,31 @@ from tests.whole.scenes import PROMPT, SPARED, Text, running, spare, used
 def meddle(peer: InProcessPeer, change: Callable[[torch.Tensor], torch.Tensor], *, hide: bool = False) -> None:
     """Its outputs are changed before they are sent and kept; with `hide` it says that they are finite."""
     executor = peer.service._executor
-    real = executor.run
+    real = executor.begin
 
-    @torch.inference_mode()
-    def run(items: Any) -> PassResult:
-        result = real(items)
-        finite = []
-        for item, output in zip(items, result.outputs, strict=True):
-            seat = item.seat
-            rows = seat.journal[seat.position - output.shape[0] : seat.position]
-            rows.copy_(change(rows))
-            finite.append(hide or bool(torch.isfinite(rows).all()))
-        return PassResult(outputs=result.outputs, finite=finite, seconds=result.seconds)
+    def begin(items: Sequence[PassItem]) -> Pass:
+        packed = real(items)
+        advance = packed.advance
 
-    executor.run = run  # type: ignore[method-assign]
+        @torch.inference_mode()
+        def meddling(*enough: Any) -> bool:
+            if not advance(*enough):
+                return False
+            result = packed.result
+            assert result is not None
+            finite = []
+            for item, output in zip(items, result.outputs, strict=True):
+                seat = item.seat
+                rows = seat.journal[seat.position - output.shape[0] : seat.position]
+                rows.copy_(change(rows))
+                finite.append(hide or bool(torch.isfinite(rows).all()))
+            packed.result = PassResult(outputs=result.outputs, finite=finite, seconds=result.seconds)
+            return True
+
+        packed.advance = meddling  # type: ignore[method-assign]
+        return packed
+
+    executor.begin = begin  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("keep", [0, 12])
@@ -54,7 +65,7 @@ async def test_nothing_of_a_liar_survives_its_exclusion(keep: int, tiny: Path, l
             tokens = [t.id async for t in session.generate(ids, max_new_tokens=8, ignore_eos=True)]
             liar = used(swarm, session, 1)
             honest = spare(swarm, liar)
-            del honest.service._executor.run
+            del honest.service._executor.begin
         assert tokens != local.greedy(ids, 8)
         downstream = used(swarm, session, 2)
         await session.exclude(liar.peer_id, from_position=keep)
@@ -73,7 +84,7 @@ async def test_a_seat_that_returns_after_an_exclusion_is_not_trusted(tiny: Path,
             meddle(peer, lambda rows: rows + 3 * torch.randn_like(rows))
         lies = [t.id async for t in session.generate(text.ids, max_new_tokens=4, ignore_eos=True)]
         liar, first = used(swarm, session, 1), used(swarm, session, 2)
-        del spare(swarm, liar).service._executor.run
+        del spare(swarm, liar).service._executor.begin
         link = model.client.link(first.peer_id)
         assert link is not None
         link.lose("cut")

@@ -1,0 +1,101 @@
+"""What closed sessions leave: content that the next session of the same client need not send or compute again.
+
+A question after another under one system prompt, the next turn of a chat, the best of several answers. Found by names,
+so only the client that knows the tokens finds it, and only under the same root (codec, scope). Kept until somebody
+needs the room, some minutes at most. Sans-IO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from peer.seats import SeatStore
+from routing.types import PeerId
+from swarm.names import common_positions, count, name_at
+
+LEAST = 16  # positions: less is not worth keeping
+MOST = 256  # entries
+
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    client_id: PeerId
+    key: tuple[int, int]  # entry, exit
+    names: bytes
+    store: SeatStore
+    at: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Donor:
+    """A store whose first `positions` are those of some names. Of an open session unless it is `kept`."""
+
+    store: SeatStore
+    positions: int
+    kept: Kept | None = None
+
+    @classmethod
+    def of(cls, held: bytes | bytearray, store: SeatStore, names: bytes, kept: Kept | None = None) -> Donor | None:
+        """None if they have too little in common."""
+        positions = _common(held, names)
+        return cls(store, positions, kept) if positions >= LEAST else None
+
+
+class Prefixes:
+    def __init__(self, kept_s: float):
+        self._kept_s = kept_s
+        self._kept: list[Kept] = []  # the one used longest ago first
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, client_id: PeerId, key: tuple[int, int], names: bytes, store: SeatStore, now: float) -> None:
+        """Takes over `store`, which holds what `names` say, from position 0 on."""
+        if count(names) < LEAST:
+            store.evict()
+            return
+        for other in [kept for kept in self._of(client_id, key) if _common(kept.names, names) == count(kept.names)]:
+            self._drop(other)  # all of it is in the new one
+        self._kept.append(Kept(client_id, key, names, store, now))
+        if len(self._kept) > MOST:
+            self.drop_oldest()
+
+    def find(self, client_id: PeerId, key: tuple[int, int], names: bytes, now: float) -> Donor | None:
+        """What holds the longest prefix of `names`."""
+        best = max(self._of(client_id, key), key=lambda kept: _common(kept.names, names), default=None)
+        donor = None if best is None else Donor.of(best.names, best.store, names, best)
+        if best is not None and donor is not None:
+            self._kept.remove(best)
+            self._kept.append(best)
+            best.at = now
+        return donor
+
+    def take(self, kept: Kept) -> SeatStore:
+        """Its store is the caller's now."""
+        self._kept.remove(kept)
+        return kept.store
+
+    def drop_oldest(self) -> bool:
+        """False if there was none."""
+        if self._kept:
+            self._drop(self._kept[0])
+            return True
+        return False
+
+    def tick(self, now: float) -> None:
+        while self._kept and now - self._kept[0].at >= self._kept_s:
+            self.drop_oldest()
+
+    def _drop(self, kept: Kept) -> None:
+        self._kept.remove(kept)
+        kept.store.evict()
+
+    def _of(self, client_id: PeerId, key: tuple[int, int]) -> Iterator[Kept]:
+        return (kept for kept in self._kept if kept.client_id == client_id and kept.key == key)
+
+
+def _common(held: bytes | bytearray, names: bytes) -> int:
+    if name_at(held, 0) != name_at(names, 0):
+        return 0
+    return common_positions(held, 0, names, count(names))
