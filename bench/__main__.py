@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from bench import faults, process, speed
+from bench import engine, faults, process, speed
 from bench.children import ChildFailed
 from bench.figures import Figure, as_json
 from bench.setting import Setting
@@ -25,6 +25,12 @@ PARTS: dict[str, Part] = {
     "decode": speed.decode,
     "ttft": speed.ttft,
     "eight": speed.eight,
+    "one": engine.one,
+    "many": engine.many,
+    "beside": engine.beside,
+    "pinned": engine.pinned,
+    "chat": engine.chat,
+    "idle": engine.idle,
     "stall": faults.stall,
     "freeze": faults.freeze,
     "memory": process.memory,
@@ -32,9 +38,9 @@ PARTS: dict[str, Part] = {
 }
 LONG_PARTS: dict[str, Part] = {"eight20": speed.eight20}
 METHOD = (
-    "fp32, one torch thread a process, real processes on loopback, greedy, end of text ignored. Each figure is the "
-    "median of its runs; a ratio is taken within its round, in which the local model (transformers generate, in a "
-    "process of its own) and the swarm take turns."
+    "fp32 unless said, one torch thread a process, real processes on loopback, greedy, end of text ignored. A figure "
+    "is the median of its runs; a ratio is taken within its round, in which the local model (transformers generate, in "
+    "a process of its own) and the swarm take turns."
 )
 
 

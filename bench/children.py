@@ -100,8 +100,8 @@ class LocalModel(Child):
 
     leave_s = 1.0  # it starts nothing that must be ended: a generation under way is just broken off
 
-    def __init__(self, model: str, folder: Path):
-        super().__init__("bench.local_model", [model], folder)
+    def __init__(self, model: str, folder: Path, dtype: str = "float32"):
+        super().__init__("bench.local_model", [model, dtype], folder)
         try:
             self.next(START_S)
         except BaseException:
@@ -118,8 +118,8 @@ class LocalModel(Child):
 class Client(Child):
     """A `SwarmModel` in a process of its own, one torch thread for its head."""
 
-    def __init__(self, model: str, join_code: str, folder: Path):
-        super().__init__("bench.swarm_client", [model, join_code], folder)
+    def __init__(self, model: str, join_code: str, folder: Path, dtype: str = "float32"):
+        super().__init__("bench.swarm_client", [model, join_code, dtype], folder)
         self.spent_ms: dict[str, float] = {}  # of a decode step in the last run, by what it was spent on
         try:
             self.next(START_S)
@@ -141,6 +141,11 @@ class Client(Child):
     ) -> dict[str, Any]:
         """`tell_at`: say so, with the route, as soon as so many tokens are there."""
         return {"do": "generate", "prompts": list(prompts), "new": new, "tell_at": tell_at, "timeout_s": timeout_s}
+
+    def do(self, what: str, prompts: Sequence[Sequence[int]], new: int, **more: Any) -> list[Run]:
+        """One of the client's other works, see `bench/swarm_client.py`."""
+        answer = self.ask({**self.request(prompts, new), **more, "do": what})
+        return [as_run(run) for run in answer["runs"]]
 
     def wait_for_peers(self, count: int) -> None:
         """Until so many peers serve and answer this client. Raises ChildFailed."""

@@ -97,9 +97,13 @@ def first_token_s(run: Run) -> float:
     return run.times[0] - run.began
 
 
+def gaps_s(run: Run) -> list[float]:
+    """Times between two tokens."""
+    return [after - before for before, after in pairwise(run.times)]
+
+
 def longest_gap_s(run: Run) -> float:
-    """The longest time between two tokens."""
-    return max(after - before for before, after in pairwise(run.times))
+    return max(gaps_s(run))
 
 
 def total_rate(runs: Sequence[Run]) -> float:

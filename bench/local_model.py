@@ -1,4 +1,4 @@
-"""`python -m bench.local_model MODEL`: the yardstick. The whole model in this process, `generate` of transformers."""
+"""`python -m bench.local_model MODEL DTYPE`: the yardstick: the whole model, `generate` of transformers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from swarm.checkpoint import open_checkpoint
+from swarm.codec import COMPUTE_DTYPES
 
 
 class Clock(BaseStreamer):
@@ -48,7 +49,7 @@ def main() -> None:
     torch.set_num_threads(1)
     checkpoint = open_checkpoint(sys.argv[1])
     tokenizer = checkpoint.tokenizer()
-    model = checkpoint.reference_model(torch.float32)
+    model = checkpoint.reference_model(COMPUTE_DTYPES[sys.argv[2]])
     say({"event": "ready"})
     for line in sys.stdin:
         request = json.loads(line)

@@ -22,7 +22,7 @@ class Setting:
         self.model, self.rounds = model, rounds
         self._stack = ExitStack()
         self._folder: Path
-        self._local: LocalModel | None = None
+        self._locals: dict[str, LocalModel] = {}
         self._prompts: list[list[int]] = []
 
     def __enter__(self) -> Setting:
@@ -37,16 +37,18 @@ class Setting:
 
     @property
     def local(self) -> LocalModel:
-        """The yardstick; it starts when it is first wanted, and then does nothing between its turns."""
-        if self._local is None:
-            self._local = LocalModel(self.model, self._folder)
-        return self._local
+        """The yardstick in fp32; it starts when it is first wanted, and then does nothing between its turns."""
+        return self.local_in("float32")
+
+    def local_in(self, dtype: str) -> LocalModel:
+        if dtype not in self._locals:
+            self._locals[dtype] = LocalModel(self.model, self._folder, dtype)
+        return self._locals[dtype]
 
     def end_local(self) -> None:
         """Before memory is measured: pages that it shares with a peer would not be counted in full."""
-        if self._local is not None:
-            self._local.close()
-            self._local = None
+        while self._locals:
+            self._locals.popitem()[1].close()
 
     def prompt(self, index: int) -> list[int]:
         """Token ids of a prompt of about 40 tokens."""
@@ -57,22 +59,24 @@ class Setting:
     def long_prompt(self, length: int, turn: int) -> list[int]:
         return long_ids([self.prompt(index) for index in range(len(PROMPTS))], length, turn)
 
-    def warm(self, client: Client, prompts: Sequence[Sequence[int]]) -> None:
+    def warm(self, client: Client, prompts: Sequence[Sequence[int]], dtype: str = "float32") -> None:
         """The same few tokens on both sides, which count for nothing: the first run of a process pays for memory
         and caches that later ones find ready."""
         for prompt in prompts:
-            self.local.generate(prompt, WARM_TOKENS)
+            self.local_in(dtype).generate(prompt, WARM_TOKENS)
             client.generate(prompt, WARM_TOKENS)
 
     @contextmanager
-    def swarm(self, spans: Sequence[str]) -> Iterator[LocalSwarm]:
-        """fp32, one torch thread a peer, loopback."""
-        with LocalSwarm(self.model, spans, threads=1, dtype="float32") as swarm:
+    def swarm(
+        self, spans: Sequence[str], dtype: str = "float32", options: Sequence[str] = ()
+    ) -> Iterator[LocalSwarm]:
+        """One torch thread a peer, loopback."""
+        with LocalSwarm(self.model, spans, threads=1, dtype=dtype, options=options) as swarm:
             yield swarm
 
     @contextmanager
-    def client(self, swarm: LocalSwarm) -> Iterator[Client]:
-        client = Client(self.model, swarm.join_code, self._folder)
+    def client(self, swarm: LocalSwarm, dtype: str = "float32") -> Iterator[Client]:
+        client = Client(self.model, swarm.join_code, self._folder, dtype)
         try:
             yield client
         finally:

@@ -1,4 +1,4 @@
-"""`python -m bench.swarm_client MODEL CODE`: the subject. The public `SwarmModel`, told by JSON lines what to do."""
+"""`python -m bench.swarm_client MODEL CODE DTYPE`: the public `SwarmModel`, told by JSON lines what to do."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ async def main() -> None:
     work = asyncio.current_task()
     assert work is not None
     threading.Thread(target=read, args=(requests, asyncio.get_running_loop(), work), daemon=True).start()
-    async with SwarmModel.connect(sys.argv[1], join=sys.argv[2], threads=1) as model:
+    # No round may be made easier by what the peers kept of one before.
+    options: dict[str, Any] = {"dtype": sys.argv[3], "threads": 1, "share_prefixes": False}
+    async with SwarmModel.connect(sys.argv[1], join=sys.argv[2], **options) as model:
         say({"event": "ready"})
         while True:
             request = await requests.get()
             try:
-                say(await (generate(model, request) if request["do"] == "generate" else wait(model, request)))
+                say(await WORKS[request["do"]](model, request))
             except (SwarmError, TimeoutError) as error:
                 say({"event": "failed", "error": f"{type(error).__name__}: {error}"})
             except BaseExceptionGroup as group:
@@ -77,6 +79,54 @@ async def one(model: SwarmModel, prompt: Sequence[int] | str, request: dict[str,
         return {"began": began, "ids": ids, "times": times, "spent_ms": spent_ms(session.traces)}
 
 
+async def beside(model: SwarmModel, request: dict[str, Any]) -> dict[str, Any]:
+    """One prompt's answer, and in the midst of it another prompt's first token."""
+    running = asyncio.create_task(one(model, request["prompts"][0], request))
+    await asyncio.sleep(request["after_s"])
+    other = await one(model, request["prompts"][1], {**request, "new": 1, "tell_at": 0})
+    return {"event": "done", "runs": [await running, other]}
+
+
+async def turns(model: SwarmModel, request: dict[str, Any]) -> dict[str, Any]:
+    """The prompts as turns of one session, each appended to what was said before."""
+    runs = []
+    async with model.session() as session:
+        for prompt in request["prompts"]:
+            began, ids, times = time.monotonic(), [], []
+            stream = session.generate(prompt, max_new_tokens=request["new"], do_sample=False, ignore_eos=True)
+            async with aclosing(stream) as tokens:
+                async for token in tokens:
+                    ids.append(token.id)
+                    times.append(token.at_s)
+            runs.append({"began": began, "ids": ids, "times": times, "spent_ms": {}})
+    return {"event": "done", "runs": runs}
+
+
+async def twice(model: SwarmModel, request: dict[str, Any]) -> dict[str, Any]:
+    """All prompts side by side, then all sessions again, each with one more token of its own."""
+    async with contextlib.AsyncExitStack() as stack:
+        sessions = [await stack.enter_async_context(model.session()) for _ in request["prompts"]]
+        ids: list[list[int]] = [[] for _ in sessions]
+
+        async def say_more(index: int, prompt: Sequence[int]) -> None:
+            stream = sessions[index].generate(
+                prompt, max_new_tokens=request["new"], do_sample=False, ignore_eos=True, timeout_s=request["timeout_s"]
+            )
+            async with aclosing(stream) as tokens:
+                async for token in tokens:
+                    ids[index].append(token.id)
+
+        began = time.monotonic()
+        for index, prompt in enumerate(request["prompts"]):
+            await say_more(index, prompt)
+        async with asyncio.TaskGroup() as group:
+            for index in range(len(sessions)):
+                group.create_task(say_more(index, ids[index][-1:]))
+        ended = time.monotonic()
+    runs = [{"began": began, "ids": said, "times": [ended] * len(said), "spent_ms": {}} for said in ids]
+    return {"event": "done", "runs": runs}
+
+
 def spent_ms(traces: Sequence[StepTrace]) -> dict[str, float]:
     """Where the median decode step's time went, over all hops."""
     steps = [trace for trace in traces if trace.tokens == 1]
@@ -97,6 +147,9 @@ async def wait(model: SwarmModel, request: dict[str, Any]) -> dict[str, Any]:
             if sum(peer.rtt_s is not None for peer in status.peers) >= request["peers"]:
                 return {"event": "done"}
             await asyncio.sleep(POLL_S)
+
+
+WORKS = {"generate": generate, "wait": wait, "beside": beside, "turns": turns, "twice": twice}
 
 
 def say(facts: dict[str, Any]) -> None:

@@ -85,6 +85,7 @@ class SwarmModel:
         recovery_s: float = 60.0,
         threads: int | None = None,
         direct: bool = True,
+        share_prefixes: bool = True,
         progress: Progress = silent,
     ) -> SwarmModel:
         """A model of the swarm that `join` names; nothing happens before `async with`.
@@ -92,13 +93,16 @@ class SwarmModel:
         `model`: a directory, .gguf file, hub id or "smollm2"; only its embeddings and head are read here.
         `dtype` of these, and `wire` of hidden states between peers: "float32" or "bfloat16" (wire: as dtype).
         `wait_s`: how long to wait for blocks that nobody serves. `recovery_s`: how long one change of route may
-        take. `threads` for the head. Entering raises JoinError, ModelError, DaemonFailed and their kin.
+        take. `threads` for the head. `share_prefixes`: sessions that begin alike share what their peers computed, and
+        peers keep it for ten minutes after a session is closed, or until they need the room; nobody but this client
+        can use it. Entering raises JoinError, ModelError, DaemonFailed and their kin.
         """
         if dtype not in COMPUTE_DTYPES or (wire is not None and wire not in COMPUTE_DTYPES):
             raise BadInput(f"dtype and wire are one of {', '.join(COMPUTE_DTYPES)}")
         codec = lossless_codec(COMPUTE_DTYPES[wire or dtype])
         client = ClientConfig(dtype=COMPUTE_DTYPES[dtype], threads=threads, direct=direct)
-        return cls(model, join, client, SessionConfig(codec=codec, wait_s=wait_s, recovery_s=recovery_s), progress)
+        session = SessionConfig(codec=codec, wait_s=wait_s, recovery_s=recovery_s, share_prefixes=share_prefixes)
+        return cls(model, join, client, session, progress)
 
     async def __aenter__(self) -> SwarmModel:
         checkpoint = await asyncio.to_thread(open_checkpoint, self._name, progress=self._progress)

@@ -1,0 +1,161 @@
+"""Owns the figures of a peer's engine: few and many sessions, long contexts, prompts beside answers, full caches."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from statistics import median, quantiles
+
+from bench.figures import Figure, decode_rate, first_token_s, gaps_s, take_turns
+from bench.setting import Setting
+from swarm.local import LocalPeer
+
+NEW = 64
+SHORT, LONG = 40, 1000
+TWO_PEERS = ("0:15", "15:30")
+DTYPES = ("float32", "bfloat16")
+BESIDE_NEW = 192  # tokens of the answer that another prompt comes to
+BESIDE_PROMPT = 2000
+BESIDE_AFTER_S = 2.0
+IDLE_SESSIONS, IDLE_NEW, IDLE_CACHE_MIB = 64, 8, 60
+
+
+def one(setting: Setting) -> list[Figure]:
+    """One session, the first token left out on both sides; at 40 tokens of context and at 1,000."""
+    figures = []
+    for dtype in DTYPES:
+        with setting.swarm(TWO_PEERS, dtype) as swarm, setting.client(swarm, dtype) as client:
+            for context in (SHORT, LONG):
+                prompts = _prompts(setting, context)
+                setting.warm(client, prompts[:1], dtype)
+                rounds = take_turns(
+                    setting.rounds,
+                    lambda turn, prompts=prompts, dtype=dtype: setting.local_in(dtype).generate(  # type: ignore[misc]
+                        prompts[turn % len(prompts)], NEW
+                    ),
+                    lambda turn, prompts=prompts, client=client: client.generate(  # type: ignore[misc]
+                        prompts[turn % len(prompts)], NEW
+                    ),
+                )
+                spent = ", ".join(f"{name} {client.spent_ms[name]:.1f}" for name in client.spent_ms)
+                figures.append(
+                    Figure.of_median(
+                        f"one session, {dtype}, {context:,} tokens of context", "x local", rounds.ratios(decode_rate),
+                        f"ms of a step in the last run: {spent}",
+                    )
+                )  # fmt: skip
+    return figures
+
+
+def many(setting: Setting) -> list[Figure]:
+    """Sessions side by side in bf16: tokens/s of all together after the first token of each, over one local session."""
+    figures = []
+    with setting.swarm(TWO_PEERS, "bfloat16") as swarm, setting.client(swarm, "bfloat16") as client:
+        for count, context in ((8, SHORT), (8, LONG), (32, SHORT)):
+            prompts = [_prompts(setting, context, turn)[turn % 8] for turn in range(count)]
+            setting.warm(client, prompts[:1], "bfloat16")
+            rounds = take_turns(
+                min(3, setting.rounds),
+                lambda turn, prompts=prompts: [  # type: ignore[misc]
+                    setting.local_in("bfloat16").generate(prompts[turn], NEW)
+                ],
+                lambda turn, prompts=prompts: client.batch(prompts, NEW),  # type: ignore[misc]
+            )
+            figures.append(
+                Figure.of_median(
+                    f"{count} sessions, bfloat16, {context:,} tokens of context", "x local",
+                    rounds.ratios(lambda runs: sum(map(decode_rate, runs))),
+                    "sum of the sessions' rates, each from its first token to its last",
+                )
+            )  # fmt: skip
+    return figures
+
+
+def beside(setting: Setting) -> list[Figure]:
+    """A prompt of 2,000 tokens that comes while another session decodes: what each costs the other."""
+    latency: list[float] = []
+    first: list[float] = []
+    with setting.swarm(TWO_PEERS) as swarm, setting.client(swarm) as client:
+        client.generate(setting.prompt(0), NEW)
+        for turn in range(setting.rounds):
+            long = setting.long_prompt(BESIDE_PROMPT, turn)
+            alone = first_token_s(client.generate(long, 1))
+            calm = median(gaps_s(client.generate(setting.prompt(turn), NEW)))
+            running, other = client.do(
+                "beside", [setting.prompt(turn), [*long[1:], long[0]]], BESIDE_NEW, after_s=BESIDE_AFTER_S
+            )
+            during = [
+                after - before
+                for before, after in zip(running.times, running.times[1:], strict=False)
+                if after > other.began and before < other.times[0]
+            ]
+            latency.append(quantiles(during, n=100)[98] / calm)
+            first.append(first_token_s(other) / alone)
+    return [
+        Figure.of_median(
+            "decode latency (p99) while a 2,000-token prompt prefills, times undisturbed", "x", latency,
+            f"over the median undisturbed; {len(during)} tokens in the last run",
+        ),
+        Figure.of_median("that prompt's time to first token, times alone", "x", first),
+    ]  # fmt: skip
+
+
+def pinned(setting: Setting) -> list[Figure]:
+    """1,000 tokens, two peers each on a core of its own, over one peer with all blocks on one core."""
+    figures = []
+    for dtype in DTYPES:
+        seconds: dict[int, list[float]] = {}
+        for spans in (("0:30",), TWO_PEERS):
+            with setting.swarm(spans, dtype) as swarm, setting.client(swarm, dtype) as client:
+                for core, peer in enumerate(swarm.peers):
+                    _pin(peer, core)
+                client.generate(setting.long_prompt(LONG, setting.rounds), 1)
+                seconds[len(spans)] = [
+                    first_token_s(client.generate(setting.long_prompt(LONG, turn), 1))
+                    for turn in range(setting.rounds)
+                ]
+        ratios = [two / median(seconds[1]) for two in seconds[2]]
+        note = f"one peer {median(seconds[1]):.2f} s, two {median(seconds[2]):.2f} s"
+        figures.append(
+            Figure.of_median(f"time to first token, 1,000 tokens, 2 pinned peers over 1, {dtype}", "x", ratios, note)
+        )
+    return figures
+
+
+def chat(setting: Setting) -> list[Figure]:
+    """The second turn of a chat with 1,000 tokens of history, over the same tokens cold."""
+    ratios = []
+    with setting.swarm(TWO_PEERS) as swarm, setting.client(swarm) as client:
+        client.generate(setting.long_prompt(LONG, setting.rounds), 1)
+        for turn in range(setting.rounds):
+            history, question = setting.long_prompt(LONG, turn), setting.prompt(turn)[:16]
+            first, second = client.do("turns", [history, question], NEW // 8)
+            cold = client.generate([*history, *first.ids, *question], 1)
+            ratios.append(first_token_s(second) / first_token_s(cold))
+    note = "16 new tokens in a session that stayed open"
+    return [Figure.of_median("second turn of a chat, 1,000 tokens of history, times cold", "x", ratios, note)]
+
+
+def idle(setting: Setting) -> list[Figure]:
+    """64 sessions that do not fit the peers' caches together; then all speak again at once."""
+    prompts = [[*setting.prompt(index), *setting.prompt(index + 1)[: index // 8]] for index in range(IDLE_SESSIONS)]
+    options = ("--cache", str(IDLE_CACHE_MIB))
+    with setting.swarm(TWO_PEERS, options=options) as swarm, setting.client(swarm) as client:
+        runs = client.do("twice", prompts, IDLE_NEW)
+    wanted = [setting.local.generate(prompt, 2 * IDLE_NEW).ids for prompt in prompts]
+    wrong = sum(run.ids != ids for run, ids in zip(runs, wanted, strict=True))
+    seconds = runs[0].times[-1] - runs[0].began
+    note = f"caches of {IDLE_CACHE_MIB} MiB; {seconds:.0f} s in all"
+    return [Figure.of_sum("64 idle sessions past the cache, all again: lost or wrong", "sessions", [wrong], note)]
+
+
+def _prompts(setting: Setting, context: int, turn: int = 0) -> list[list[int]]:
+    if context == SHORT:
+        return [setting.prompt(index) for index in range(8)]
+    return [setting.long_prompt(context, turn + index) for index in range(8)]
+
+
+def _pin(peer: LocalPeer, core: int) -> None:
+    """All threads of a peer, those to come as well."""
+    for thread in Path(f"/proc/{peer.pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {core % (os.cpu_count() or 1)})
