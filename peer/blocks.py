@@ -21,7 +21,7 @@ from routing.errors import BadInput, DamagedWeights
 from routing.types import Span
 from swarm.checkpoint import Checkpoint
 from swarm.families import Family, text_config
-from swarm.linear import FewRows, FewRowsLinear
+from swarm.few_rows import FewRows, FewRowsLinear, FewRowsNorm
 from swarm.memory import Arena, placed_bytes
 from swarm.progress import Progress, silent
 
@@ -208,6 +208,8 @@ def _use_few_rows(layer: torch.nn.Module, few_rows: FewRows) -> None:
         for name, child in parent.named_children():
             if type(child) is torch.nn.Linear:
                 setattr(parent, name, FewRowsLinear.sharing(child, few_rows))
+            elif type(child).__name__.endswith("RMSNorm"):
+                setattr(parent, name, FewRowsNorm.of(child))
 
 
 def _range(span: Span) -> range:

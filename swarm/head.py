@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from routing.errors import BadInput, PromptTooLong
 from swarm.checkpoint import Checkpoint
 from swarm.families import Family, text_config
-from swarm.linear import FewRows, few_rows_linear
+from swarm.few_rows import FewRows, FewRowsNorm, few_rows_linear
 from swarm.memory import Arena
 
 
@@ -51,7 +51,7 @@ class Head:
         return cls(
             embedding=by_role["embed"],
             weight=by_role.get("head", by_role["embed"]),
-            norm=norm.requires_grad_(False),
+            norm=FewRowsNorm.of(norm.requires_grad_(False)),
             positions=by_role.get("position"),
             # Rounded as the library rounds it: in bf16 sqrt(3072) becomes 55.5.
             scale=None if scale is None else torch.tensor(scale, device=device).to(dtype),

@@ -391,6 +391,43 @@ Tensor attend_rows(const Tensor& query, const Tensor& key, const Tensor& value, 
   return out;
 }
 
+// -- normalization ----------------------------------------------------------------------------------------------
+
+template <typename T>
+void rms_norm_of(const T* x, const T* weight, T* y, long rows, long width, float epsilon) {
+  for (long row = 0; row < rows; row++, x += width, y += width) {
+    Floats sums = {};
+    long at = 0;
+    for (; at + LANES <= width; at += LANES) {
+      Floats values = lanes_of(x + at);
+      sums += values * values;
+    }
+    float sum = total(sums);
+    for (long rest = at; rest < width; rest++) sum += widen(x[rest]) * widen(x[rest]);
+    float scale = 1.0f / std::sqrt(sum / width + epsilon);
+    // The library rounds before the weight is applied, and again after.
+    for (long i = 0; i < width; i++) y[i] = narrow<T>(widen(weight[i]) * widen(narrow<T>(widen(x[i]) * scale)));
+  }
+}
+
+// x [..., width], weight [width]: contiguous, one dtype. As llama's: x / sqrt(mean(x^2) + epsilon) * weight.
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
+  STD_TORCH_CHECK(x.dim() >= 1 && weight.dim() == 1 && x.size(x.dim() - 1) == weight.size(0), "shapes do not fit");
+  STD_TORCH_CHECK(x.is_contiguous() && weight.is_contiguous() && x.scalar_type() == weight.scalar_type(),
+                  "contiguous tensors of one dtype expected");
+  Tensor y = torch::stable::new_empty(x, x.sizes());
+  long width = weight.size(0), rows = width ? x.numel() / width : 0;
+  if (x.scalar_type() == ScalarType::Float) {
+    rms_norm_of(static_cast<const float*>(x.data_ptr()), static_cast<const float*>(weight.data_ptr()),
+                static_cast<float*>(y.data_ptr()), rows, width, float(epsilon));
+  } else {
+    STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16, "fp32 or bf16 expected");
+    rms_norm_of(static_cast<const bf16*>(x.data_ptr()), static_cast<const bf16*>(weight.data_ptr()),
+                static_cast<bf16*>(y.data_ptr()), rows, width, float(epsilon));
+  }
+  return y;
+}
+
 int64_t lanes() { return LANES; }
 
 }  // namespace
@@ -400,12 +437,14 @@ STABLE_TORCH_LIBRARY(swarm_native, library) {
   library.def(
       "attend_rows(Tensor query, Tensor key, Tensor value, Tensor[] all_keys, Tensor[] all_values, int[] pasts, "
       "int window, float scale) -> Tensor");
+  library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
   library.def("lanes() -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(swarm_native, CPU, library) {
   library.impl("linear", TORCH_BOX(&linear));
   library.impl("attend_rows", TORCH_BOX(&attend_rows));
+  library.impl("rms_norm", TORCH_BOX(&rms_norm));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(swarm_native, CompositeExplicitAutograd, library) {

@@ -118,6 +118,8 @@ def try_out(ops: Any) -> None:
             weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
             for given in (None, bias):
                 _same(ops.linear(x, weight, given), F.linear(x, weight, given), tolerance)
+        x, weight = torch.randn(3, 100).to(dtype), torch.randn(100).to(dtype)
+        _same(ops.rms_norm(x, weight, 1e-5), F.rms_norm(x, (100,), weight, 1e-5), tolerance)
         width = 2 * ops.lanes()
         query, key, value = (torch.randn(1, heads, 2, width).to(dtype) for heads in (6, 2, 2))
         held = [torch.randn(1, 2, 20, width).to(dtype) for _ in range(4)]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from swarm import linear, native
-from swarm.linear import COUNTS, WEIGHT_FIRST, FewRows, FewRowsLinear, few_rows_linear
+from swarm import few_rows, native
+from swarm.few_rows import COUNTS, WEIGHT_FIRST, FewRows, FewRowsLinear, FewRowsNorm, few_rows_linear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -95,9 +97,38 @@ def test_the_limit_is_measured(native_kernels, monkeypatch, pays_up_to, found):
         clock[0] += 2.0
 
     monkeypatch.setattr(native, "_loaded", Ours())
-    monkeypatch.setattr(linear, "_of_library", library)
-    monkeypatch.setattr(linear.time, "perf_counter", lambda: clock[0])
-    few_rows = FewRows(torch.float32)
-    for step in few_rows.measuring([torch.ones(3, 8), torch.ones(8, 3)]):
+    monkeypatch.setattr(few_rows, "_of_library", library)
+    monkeypatch.setattr(few_rows.time, "perf_counter", lambda: clock[0])
+    limit = FewRows(torch.float32)
+    for step in limit.measuring([torch.ones(3, 8), torch.ones(8, 3)]):
         step()
-    assert few_rows.most == found
+    assert limit.most == found
+
+
+# -- norms -----------------------------------------------------------------------------------------------------
+
+
+def llama_norm(width: int, dtype: torch.dtype) -> torch.nn.Module:
+    norm = LlamaRMSNorm(width, eps=1e-5).to(dtype).requires_grad_(False)
+    norm.weight.copy_(torch.randn(width))
+    return norm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [576, 100, 7])
+@pytest.mark.parametrize("rows", [1, 5, WEIGHT_FIRST + 1])
+def test_a_norm_is_that_of_the_library(kernels, rows, width, dtype):
+    norm = llama_norm(width, dtype)
+    ours = FewRowsNorm.of(norm)
+    assert isinstance(ours, FewRowsNorm)
+    x = 30 * torch.randn(1, rows, width).to(dtype)
+    exact = dtype == torch.bfloat16  # rounded at the same places
+    torch.testing.assert_close(ours(x), norm(x), rtol=0 if exact else 1e-6, atol=0 if exact else 1e-5)
+    x[0, 0, 1] = float("nan")
+    assert not torch.isfinite(ours(x)[0, 0]).any()
+
+
+def test_a_norm_of_another_kind_stays_as_it_is():
+    gemma = GemmaRMSNorm(16).requires_grad_(False)
+    for norm in (gemma, torch.nn.LayerNorm(16), torch.nn.Identity()):
+        assert FewRowsNorm.of(norm) is norm
