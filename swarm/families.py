@@ -50,13 +50,20 @@ class Family:
     layers: str = "layers"
     block_class: str = "DecoderLayer"
     embed: str = "embed_tokens.weight"
+    embed_scale_key: str | None = None  # the configuration's name for what embeddings are multiplied with
+    scaled_embedding: bool = False  # embeddings are multiplied with the root of their size (gemma)
     position_embed: str | None = None  # learned positions are the client's, added to the embeddings
+    position_offset: int = 0  # rows before that of position 0
     norm: str = "norm"
     norm_class: str | None = "RMSNorm"  # None: torch's own LayerNorm
+    norm_eps_key: str | None = "rms_norm_eps"  # None: the default of `norm_class`
+    heads: tuple[str, ...] = ("lm_head.weight",)  # names of an untied head, the usual one first
+    head_bias: str | None = None
+    logit_scale_key: str | None = None  # logits are multiplied with this
+    logit_divisor_key: str | None = None  # or divided by this
     rotary_class: str | None = "RotaryEmbedding"
     rotary_per_layer_type: bool = False
     grouped_heads: bool = True
-    scaled_embedding: bool = False
 
     # Shapes
 
@@ -93,7 +100,7 @@ class Family:
 
     def client_tensors(self, config: PreTrainedConfig, available: Collection[str]) -> dict[str, str]:
         """Role to stored name: "embed", "norm.weight", and where the family has them "norm.bias", "position",
-        "head".
+        "head", "head.bias".
 
         A tied head has no entry: it is the embedding. Raises DamagedWeights if one is missing.
         """
@@ -105,7 +112,11 @@ class Family:
         if self.position_embed:
             names["position"] = root + self.position_embed
         if not config.tie_word_embeddings:
-            names["head"] = "language_model.lm_head.weight" if root == "language_model.model." else "lm_head.weight"
+            prefix = "language_model." if root == "language_model.model." else ""
+            heads = [prefix + head for head in self.heads]
+            names["head"] = next((head for head in heads if head in available), heads[0])
+        if self.head_bias:
+            names["head.bias"] = self.head_bias
         for name in names.values():
             if name not in available:
                 raise DamagedWeights(f"the checkpoint lacks {name}")
@@ -159,9 +170,9 @@ class Family:
     def build_norm(self, config: PreTrainedConfig) -> torch.nn.Module:
         """The final norm on the meta device."""
         with torch.device("meta"):
-            if self.norm_class is None:
-                return torch.nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon).eval()
-            return self._class(self.norm_class)(config.hidden_size, eps=config.rms_norm_eps).eval()
+            norm = self._class(self.norm_class) if self.norm_class else torch.nn.LayerNorm
+            eps = {"eps": getattr(config, self.norm_eps_key)} if self.norm_eps_key else {}
+            return norm(config.hidden_size, **eps).eval()
 
     def rotary(self, config: PreTrainedConfig) -> torch.nn.Module | None:
         """The rotary module with its frequencies computed (they are never stored), or None."""
@@ -181,9 +192,18 @@ class Family:
         cos, sin = rotary(like, positions[None], kind) if kind else rotary(like, positions[None])
         return cos[0], sin[0]
 
-    def embed_scale(self, config: PreTrainedConfig) -> float | None:
-        """What embeddings are multiplied with (gemma)."""
-        return config.hidden_size**0.5 if self.scaled_embedding else None
+    def embed_scale(self, config: PreTrainedConfig, dtype: torch.dtype) -> float | None:
+        """What embeddings of `dtype` are multiplied with."""
+        if self.scaled_embedding:
+            # Rounded as the library rounds it: in bf16 sqrt(3072) becomes 55.5.
+            return torch.tensor(config.hidden_size**0.5).to(dtype).item()
+        return getattr(config, self.embed_scale_key) if self.embed_scale_key else None
+
+    def logit_scale(self, config: PreTrainedConfig) -> float | None:
+        """What logits are multiplied with."""
+        if self.logit_divisor_key:
+            return 1.0 / getattr(config, self.logit_divisor_key)
+        return getattr(config, self.logit_scale_key) if self.logit_scale_key else None
 
     def _class(self, suffix: str) -> Any:
         package = self.name.removesuffix("_text")
@@ -199,6 +219,16 @@ SUPPORTED: dict[str, Family] = {
         Family(name="qwen2", classes="Qwen2"),
         Family(name="qwen3", classes="Qwen3"),
         Family(name="mixtral", classes="Mixtral"),
+        Family(name="qwen3_moe", classes="Qwen3Moe"),
+        Family(name="phi3", classes="Phi3"),
+        Family(
+            name="granite",
+            classes="Granite",
+            embed_scale_key="embedding_multiplier",
+            logit_divisor_key="logits_scaling",
+        ),
+        Family(name="olmo2", classes="Olmo2"),
+        Family(name="gemma", classes="Gemma", scaled_embedding=True),
         Family(name="gemma2", classes="Gemma2", scaled_embedding=True),
         Family(
             name="gemma3_text",
@@ -217,6 +247,7 @@ SUPPORTED: dict[str, Family] = {
             position_embed="wpe.weight",
             norm="ln_f",
             norm_class=None,
+            norm_eps_key="layer_norm_epsilon",
             rotary_class=None,
             grouped_heads=False,
         ),

@@ -25,8 +25,11 @@ class Head:
     embedding: torch.Tensor  # [vocab, hidden]
     weight: torch.Tensor  # [vocab, hidden]; the same tensor as `embedding` if the model ties them
     norm: torch.nn.Module
-    positions: torch.Tensor | None  # [context, hidden]: learned positions (gpt2)
-    scale: torch.Tensor | None  # of the embeddings (gemma)
+    bias: torch.Tensor | None  # [vocab], of the logits (phi)
+    positions: torch.Tensor | None  # [context + position_offset, hidden]: learned positions (gpt2)
+    position_offset: int
+    scale: float | None  # of the embeddings (gemma)
+    logit_scale: float | None  # (cohere)
     softcap: float | None  # of the logits (gemma2)
     few_rows: FewRows
 
@@ -47,14 +50,15 @@ class Head:
             {role.removeprefix("norm."): tensor for role, tensor in by_role.items() if role.startswith("norm.")},
             assign=True,
         )
-        scale = family.embed_scale(config)
         return cls(
             embedding=by_role["embed"],
             weight=by_role.get("head", by_role["embed"]),
             norm=FewRowsNorm.of(norm.requires_grad_(False)),
+            bias=by_role.get("head.bias"),
             positions=by_role.get("position"),
-            # Rounded as the library rounds it: in bf16 sqrt(3072) becomes 55.5.
-            scale=None if scale is None else torch.tensor(scale, device=device).to(dtype),
+            position_offset=family.position_offset,
+            scale=family.embed_scale(config, dtype),
+            logit_scale=family.logit_scale(config),
             softcap=getattr(config, "final_logit_softcapping", None),
             few_rows=FewRows(dtype),
         )
@@ -71,7 +75,7 @@ class Head:
     def nbytes(self) -> int:
         held = [self.embedding, *self.norm.parameters()]
         held += [] if self.weight is self.embedding else [self.weight]
-        held += [] if self.positions is None else [self.positions]
+        held += [tensor for tensor in (self.bias, self.positions) if tensor is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     @torch.no_grad()
@@ -83,9 +87,10 @@ class Head:
         if self.scale is not None:
             hidden = hidden * self.scale
         if self.positions is not None:
-            if positions.numel() and int(positions.max()) >= self.positions.shape[0]:
-                raise PromptTooLong(f"the model holds {self.positions.shape[0]} positions")
-            hidden = hidden + F.embedding(positions, self.positions)
+            held = self.positions.shape[0] - self.position_offset
+            if positions.numel() and int(positions.max()) >= held:
+                raise PromptTooLong(f"the model holds {held} positions")
+            hidden = hidden + F.embedding(positions + self.position_offset, self.positions)
         return hidden
 
     @torch.no_grad()
@@ -93,9 +98,11 @@ class Head:
         """hidden [N, hidden] -> logits fp32 [N, vocab]. Rows are independent: sessions may share a call."""
         normed = self.norm(hidden.to(self.weight.dtype))
         if self.weight.is_cpu:
-            logits = few_rows_linear(normed, self.weight, None, self.few_rows)
+            logits = few_rows_linear(normed, self.weight, self.bias, self.few_rows)
         else:
-            logits = F.linear(normed, self.weight)
+            logits = F.linear(normed, self.weight, self.bias)
+        if self.logit_scale is not None:
+            logits = logits * self.logit_scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits.float()

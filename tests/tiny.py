@@ -39,7 +39,26 @@ EXTRA: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16},
     "gpt2": {},
     "mixtral": {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma": {},
+    "qwen3_moe": {
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [1],
+    },
+    "phi3": {"sliding_window": WINDOW, "partial_rotary_factor": 0.5},
+    "granite": {
+        "embedding_multiplier": 1.3,  # not a number of bf16
+        "logits_scaling": 4.0,
+        "residual_multiplier": 0.8,
+        "attention_multiplier": 0.25,
+    },
+    "olmo2": {},
 }
+ALTERNATING = ("gemma2", "gemma3_text")  # both kinds of layers, also in a shallow model
+QK_NORMS = ("q_norm", "k_norm")
 FAMILIES = tuple(EXTRA)
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -74,7 +93,7 @@ def make_tiny(
 def tiny_model(family: str, *, layers: int = 4, seed: int = 0, sharp: bool = True, **overrides: Any) -> PreTrainedModel:
     """The model itself, in float32 and eval mode."""
     settings = {**SMALL, "num_hidden_layers": layers, **EXTRA[family], **overrides}
-    if family.startswith("gemma"):  # both kinds of layers, also in a shallow model
+    if family in ALTERNATING:
         kinds = ("sliding_attention", "full_attention")
         settings.setdefault("layer_types", [kinds[i % 2] for i in range(layers)])
     with torch.random.fork_rng(devices=[]):
@@ -91,10 +110,10 @@ def sharpen(model: PreTrainedModel, family: str) -> None:
     gemma = family.startswith("gemma")  # norms multiply by 1 + weight, embeddings by the root of their size
     for name, weight in model.named_parameters():
         leaf = name.rsplit(".", 2)[-2]
-        if weight.ndim == 1 and name.endswith("bias"):
+        if name.endswith("bias"):
             weight.copy_(0.2 * torch.randn_like(weight))
-        elif weight.ndim == 1:
-            gain = 0.75 if leaf in ("q_norm", "k_norm") else 0.0
+        elif weight.ndim == 1 or leaf in QK_NORMS:
+            gain = 0.75 if leaf in QK_NORMS else 0.0
             gain += EMBED_SHRINK - 1 if gemma and name == "model.norm.weight" else 0.0
             weight.copy_((0.0 if gemma else 1.0) + gain + 0.2 * torch.randn_like(weight))
         elif "emb" in name or leaf in ("wte", "wpe", "lm_head"):

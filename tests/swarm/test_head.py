@@ -29,16 +29,16 @@ def test_embeddings_and_logits_are_the_local_models(kernels, checkpoint, dtype):
     model = checkpoint.reference_model(dtype)
     with torch.no_grad():
         states = model(TOKENS[None], output_hidden_states=True)
-        before_norm = _input_of_norm(model, TOKENS)
+        before_norm = _input_of_norm(model, family_of(checkpoint.config).norm, TOKENS)
     assert torch.equal(head.embed(TOKENS, POSITIONS), states.hidden_states[0][0])
     error = (head.logits(before_norm) - states.logits[0].float()).abs().max()
     assert error <= (1e-5 if dtype == torch.float32 else 2e-2) * states.logits.abs().max()
 
 
-def _input_of_norm(model, tokens):
+def _input_of_norm(model, norm, tokens):
     seen = []
-    norm = getattr(model.base_model, "norm", None) or model.base_model.ln_f
-    hook = norm.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0][0].clone()))
+    module = model.base_model.get_submodule(norm)
+    hook = module.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0][0].clone()))
     model(tokens[None])
     hook.remove()
     return seen[0]
