@@ -228,6 +228,27 @@ SUPPORTED: dict[str, Family] = {
             logit_divisor_key="logits_scaling",
         ),
         Family(name="olmo2", classes="Olmo2"),
+        Family(name="olmo3", classes="Olmo3", rotary_per_layer_type=True),
+        Family(name="starcoder2", classes="Starcoder2", norm_class=None, norm_eps_key="norm_epsilon"),
+        Family(
+            name="cohere",
+            classes="Cohere",
+            norm_class="LayerNorm",
+            norm_eps_key="layer_norm_eps",
+            logit_scale_key="logit_scale",
+        ),
+        Family(
+            name="cohere2",
+            classes="Cohere2",
+            norm_class="LayerNorm",
+            norm_eps_key="layer_norm_eps",
+            logit_scale_key="logit_scale",
+        ),
+        Family(name="glm4", classes="Glm4"),
+        Family(name="smollm3", classes="SmolLM3"),
+        Family(name="ernie4_5", classes="Ernie4_5"),
+        Family(name="exaone4", classes="Exaone4"),
+        Family(name="hunyuan_v1_dense", classes="HunYuanDenseV1"),
         Family(name="gemma", classes="Gemma", scaled_embedding=True),
         Family(name="gemma2", classes="Gemma2", scaled_embedding=True),
         Family(
@@ -288,6 +309,9 @@ def _unsupported_features(config: PreTrainedConfig) -> list[str]:
         problems.append("bidirectional attention")
     if getattr(config, "add_cross_attention", False):
         problems.append("cross attention")
+    windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if windowed and not getattr(config, "use_sliding_window", True):  # smollm3: only its mask knows the window
+        problems.append("sliding layers without use_sliding_window")
     return problems
 
 

@@ -56,9 +56,19 @@ EXTRA: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.25,
     },
     "olmo2": {},
+    "olmo3": {"sliding_window": WINDOW},
+    "starcoder2": {"sliding_window": WINDOW},
+    "cohere": {"use_qk_norm": True},
+    "cohere2": {"sliding_window": WINDOW},
+    "glm4": {},
+    "smollm3": {"use_sliding_window": True, "sliding_window": WINDOW, "no_rope_layer_interval": 2},
+    "ernie4_5": {},
+    "exaone4": {"sliding_window": WINDOW},
+    "hunyuan_v1_dense": {},
 }
-ALTERNATING = ("gemma2", "gemma3_text")  # both kinds of layers, also in a shallow model
-QK_NORMS = ("q_norm", "k_norm")
+# Both kinds of layers, also in a shallow model.
+ALTERNATING = ("gemma2", "gemma3_text", "olmo3", "cohere2", "exaone4")
+QK_NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm")
 FAMILIES = tuple(EXTRA)
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"

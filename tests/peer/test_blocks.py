@@ -86,8 +86,9 @@ def test_the_configuration_given_stays_as_it_is(checkpoint):
 
 def test_layers_know_their_place(checkpoint):
     blocks = Blocks.load(checkpoint, family_of(checkpoint.config), Span(2, 4), torch.float32)
-    places = [module.layer_idx for layer in blocks.layers for module in layer.modules() if "layer_idx" in vars(module)]
-    assert set(places) == {2, 3}
+    # Some MLPs (hunyuan) have a place as well, which is None and never read.
+    places = {vars(module).get("layer_idx") for layer in blocks.layers for module in layer.modules()}
+    assert places - {None} == {2, 3}
 
 
 def test_blocks_that_are_not_there_are_refused(checkpoint):

@@ -167,7 +167,7 @@ def test_the_tests_would_see_attention_that_is_wrong(tiny):
     blocks = tiny.load(0, 4)
     for layer in blocks.layers:
         for module in layer.modules():
-            if "layer_idx" in vars(module):
+            if vars(module).keys() >= {"layer_idx", "config"}:
                 module.config._attn_implementation = "swarm_blind"
     seats = [blocks.seat(0, 4) for _ in LENGTHS]
     outputs = run_passes(blocks, seats, embedded(tiny))

@@ -57,6 +57,16 @@ def test_every_family_listed_has_a_tiny_model_that_proves_it():
         ),
         ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional"),
         ("gpt2", {"add_cross_attention": True}, "cross attention"),
+        (
+            "smollm3",
+            {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
+            "sliding layers without use_sliding_window",
+        ),
+        (
+            "hunyuan_v1_dense",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "dynamic",
+        ),
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantized"),
     ],
 )
