@@ -259,6 +259,39 @@ SUPPORTED: dict[str, Family] = {
             scaled_embedding=True,
         ),
         Family(
+            name="phi",
+            classes="Phi",
+            norm="final_layernorm",
+            norm_class=None,
+            norm_eps_key="layer_norm_eps",
+            head_bias="lm_head.bias",
+        ),
+        Family(
+            name="gpt_neox",
+            classes="GPTNeoX",
+            roots=("gpt_neox.", ""),
+            block_class="Layer",
+            embed="embed_in.weight",
+            norm="final_layer_norm",
+            norm_class=None,
+            norm_eps_key="layer_norm_eps",
+            heads=("embed_out.weight", "lm_head.weight"),
+            grouped_heads=False,
+        ),
+        Family(
+            name="opt",
+            classes="OPT",
+            layers="decoder.layers",
+            embed="decoder.embed_tokens.weight",
+            position_embed="decoder.embed_positions.weight",
+            position_offset=2,
+            norm="decoder.final_layer_norm",
+            norm_class=None,
+            norm_eps_key=None,
+            rotary_class=None,
+            grouped_heads=False,
+        ),
+        Family(
             name="gpt2",
             classes="GPT2",
             roots=("transformer.", ""),
@@ -305,10 +338,18 @@ def family_of(config: PreTrainedConfig) -> Family:
 
 def _unsupported_features(config: PreTrainedConfig) -> list[str]:
     problems = [f"rope of type {kind!r}" for kind in _rope_types(config) if kind not in STATIC_ROPE]
-    if getattr(config, "use_bidirectional_attention", None):
+    if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
         problems.append("bidirectional attention")
     if getattr(config, "add_cross_attention", False):
         problems.append("cross attention")
+    if not getattr(config, "do_layer_norm_before", True):
+        problems.append("layer norms after attention (do_layer_norm_before is false)")
+    if getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size:
+        problems.append("embeddings of another size than its blocks (word_embed_proj_dim)")
+    if getattr(config, "_remove_final_layer_norm", False):
+        problems.append("no final layer norm (_remove_final_layer_norm)")
+    if not getattr(config, "layer_norm_elementwise_affine", True):
+        problems.append("layer norms without weights (layer_norm_elementwise_affine is false)")
     windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if windowed and not getattr(config, "use_sliding_window", True):  # smollm3: only its mask knows the window
         problems.append("sliding layers without use_sliding_window")

@@ -65,10 +65,13 @@ EXTRA: dict[str, dict[str, Any]] = {
     "ernie4_5": {},
     "exaone4": {"sliding_window": WINDOW},
     "hunyuan_v1_dense": {},
+    "phi": {"qk_layernorm": True},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 128},
 }
 # Both kinds of layers, also in a shallow model.
 ALTERNATING = ("gemma2", "gemma3_text", "olmo3", "cohere2", "exaone4")
-QK_NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm")
+QK_NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm", "q_layernorm", "k_layernorm")
 FAMILIES = tuple(EXTRA)
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"

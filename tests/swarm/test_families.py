@@ -56,7 +56,12 @@ def test_every_family_listed_has_a_tiny_model_that_proves_it():
             "dynamic",
         ),
         ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional"),
+        ("qwen3", {"is_causal": False}, "bidirectional"),
         ("gpt2", {"add_cross_attention": True}, "cross attention"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before"),
+        ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim"),
+        ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
+        ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),
         (
             "smollm3",
             {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},

@@ -90,8 +90,9 @@ def test_a_token_that_is_not_in_the_vocabulary_is_refused(checkpoint):
             head.embed(torch.tensor([1, wrong]), torch.tensor([0, 1]))
 
 
-def test_learned_positions_end(tmp_path):
-    checkpoint = open_checkpoint(str(make_tiny("gpt2", tmp_path)))
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_learned_positions_end(family, tmp_path):
+    checkpoint = open_checkpoint(str(make_tiny(family, tmp_path)))
     head = Head.load(checkpoint, family_of(checkpoint.config), torch.float32)
     head.embed(torch.tensor([1]), torch.tensor([511]))
     with pytest.raises(PromptTooLong, match="512"):
