@@ -1,7 +1,7 @@
 """Owns the attention of a packed pass: rows of many sessions, each against its own keys and values.
 
 Registered with the library as `swarm_packed`; the library's own layers call it and know nothing of sessions.
-Knows no scheduling, no budget and no model family: windows, scales and caps arrive as keywords.
+Knows no scheduling, no budget and no model family: windows, scales, caps and sinks arrive as keywords.
 
 Choices are by measurement (one thread, 9 heads over 3 KV heads of 64). Rows of decoding sessions go to our own kernel
 together (fp32: one row 7 µs at 40 keys and 74 at 1,000, eight rows 29 and 642; bf16 8, 63, 40, 533). Without it each
@@ -96,17 +96,20 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     dropout: float = 0.0,
     position_ids: torch.Tensor | None = None,
     use_cache: bool | None = None,
 ) -> tuple[torch.Tensor, None]:
     """query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d].
 
-    Writes the new keys and values behind those of each seat, whose extents must have room. Any keyword it
-    does not know is an error on purpose: a family that needs more (sinks, biases) must not run without it.
+    `s_aux` [heads] are attention sinks. Writes the new keys and values behind those of each seat, whose extents
+    must have room. Any keyword it does not know is an error on purpose: a family that needs more (biases) must
+    not run without it.
     """
     layer = cast(int, module.layer_idx)
-    kernels = native.kernels() if softcap is None and query.is_cpu and query.shape[3] % NATIVE_WIDTH == 0 else None
+    fits = softcap is None and s_aux is None and query.is_cpu and query.shape[3] % NATIVE_WIDTH == 0
+    kernels = native.kernels() if fits else None
     parts = []
     for run in pack.runs:
         if len(pack.runs) > 1:
@@ -128,7 +131,7 @@ def packed_attention(
                 own_query, own_key, own_value = (t.narrow(2, row, 1) for t in (rows, new_keys, new_values))
             parts.append(
                 _segment_attention(
-                    pack, segment, layer, own_query, own_key, own_value, scaling, sliding_window, softcap
+                    pack, segment, layer, own_query, own_key, own_value, scaling, sliding_window, softcap, s_aux
                 )
             )
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
@@ -144,6 +147,7 @@ def _segment_attention(
     scaling: float | None,
     sliding_window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """By torch's kernels: the rows of one segment, of shapes as above -> [1, count, heads, d]."""
     _, heads, count, width = query.shape
@@ -154,9 +158,9 @@ def _segment_attention(
     first = 0 if sliding_window is None else max(0, past + 1 - sliding_window)
     keys = all_keys.narrow(2, first, past + count - first)
     values = all_values.narrow(2, first, past + count - first)
-    if softcap is not None:
+    if softcap is not None or sinks is not None:
         mask = None if count == 1 else pack.mask(segment, first, sliding_window, query)
-        return _soft_capped(query, keys, values, scaling, softcap, mask)
+        return _spelled_out(query, keys, values, scaling, softcap, sinks, mask)
     if count == 1:
         folded = query.reshape(1, kv_heads, heads // kv_heads, width)
         result = F.scaled_dot_product_attention(folded, keys, values, scale=scaling)
@@ -188,27 +192,34 @@ def _chunk(
     return result.permute(2, 0, 1, 3).reshape(1, count, heads, width)
 
 
-def _soft_capped(
+def _spelled_out(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     scaling: float | None,
-    softcap: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
     mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Scores squeezed into (-softcap, softcap) before the mask and the softmax (gemma2). No fused kernel does it.
+    """What no fused kernel does: scores squeezed into (-softcap, softcap) before the mask and the softmax (gemma2), and
+    sinks [heads], scores of one more key that holds nothing (gpt_oss).
 
     query [1, heads, T, d], keys and values [1, kv_heads, S, d] -> [1, T, heads, d].
     """
     _, heads, count, width = query.shape
     kv_heads, length = keys.shape[1:3]
     group = heads // kv_heads
+    scale = width**-0.5 if scaling is None else scaling
     scores = torch.bmm(query.reshape(kv_heads, group * count, width), keys[0].transpose(1, 2))
-    scores = torch.tanh(scores * ((width**-0.5 if scaling is None else scaling) / softcap)) * softcap
+    scores = scores * scale if softcap is None else torch.tanh(scores * (scale / softcap)) * softcap
+    scores = scores.view(kv_heads, group, count, length)
     if mask is not None:
-        scores = scores.view(kv_heads, group, count, length) + mask
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
-    result = torch.bmm(weights.view(kv_heads, group * count, length), values[0])
+        scores = scores + mask
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(kv_heads, group, 1, 1).expand(kv_heads, group, count, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., :length].to(values.dtype)
+    result = torch.bmm(weights.reshape(kv_heads, group * count, length), values[0])
     return result.view(kv_heads, group, count, width).permute(2, 0, 1, 3).reshape(1, count, heads, width)
 
 

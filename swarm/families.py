@@ -249,6 +249,7 @@ SUPPORTED: dict[str, Family] = {
         Family(name="ernie4_5", classes="Ernie4_5"),
         Family(name="exaone4", classes="Exaone4"),
         Family(name="hunyuan_v1_dense", classes="HunYuanDenseV1"),
+        Family(name="gpt_oss", classes="GptOss"),
         Family(name="gemma", classes="Gemma", scaled_embedding=True),
         Family(name="gemma2", classes="Gemma2", scaled_embedding=True),
         Family(

@@ -68,9 +68,10 @@ EXTRA: dict[str, dict[str, Any]] = {
     "phi": {"qk_layernorm": True},
     "gpt_neox": {},
     "opt": {"ffn_dim": 128},
+    "gpt_oss": {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 # Both kinds of layers, also in a shallow model.
-ALTERNATING = ("gemma2", "gemma3_text", "olmo3", "cohere2", "exaone4")
+ALTERNATING = ("gemma2", "gemma3_text", "olmo3", "cohere2", "exaone4", "gpt_oss")
 QK_NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm", "q_layernorm", "k_layernorm")
 FAMILIES = tuple(EXTRA)
 CHAT_TEMPLATE = (
@@ -134,7 +135,8 @@ def sharpen(model: PreTrainedModel, family: str) -> None:
             if gemma:
                 weight.div_(EMBED_SHRINK)
         else:
-            fan_in = weight.shape[0] if family == "gpt2" else weight.shape[-1]
+            inputs_first = family == "gpt2" or (family == "gpt_oss" and weight.ndim == 3)
+            fan_in = weight.shape[-2 if inputs_first else -1]
             weight.copy_(1.75 / fan_in**0.5 * torch.randn_like(weight))
 
 

@@ -1,4 +1,4 @@
-"""The packed attention against a plain one written out row by row: windows, caps, scales, groups, chunks."""
+"""The packed attention against a plain one written out row by row: windows, caps, sinks, scales, groups, chunks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ PASSES = [(5, 0, 1), (1, 7, 1), (1, 1, 6), (4, 1, 0), (1, 1, 1)]  # rows of each
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def plain(query, keys, values, position, scaling, window, softcap):
-    """One row of one head in float64: query [d], keys and values [S, d]."""
+def plain(query, keys, values, position, scaling, window, softcap, sink):
+    """One row of one head in float64: query [d], keys and values [S, d]. A sink is one more key, of value zero."""
     first = 0 if window is None else max(0, position - window + 1)
     scores = keys[first : position + 1].double() @ query.double() * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    return scores.softmax(0) @ values[first : position + 1].double()
+    values = values[first : position + 1].double()
+    if sink is not None:
+        scores = torch.cat([scores, sink.double()[None]])
+        values = torch.cat([values, torch.zeros_like(values[:1])])
+    return scores.softmax(0) @ values
 
 
 def run_passes(heads, kv_heads, dtype, passes=PASSES, **options):
@@ -38,6 +42,7 @@ def run_passes(heads, kv_heads, dtype, passes=PASSES, **options):
     past: list[tuple[Any, Any]] = [(torch.zeros(kv_heads, 0, WIDTH),) * 2 for _ in seats]
     module: Any = SimpleNamespace(layer_idx=5)
     scaling = options.pop("scaling", WIDTH**-0.5)
+    sinks = options.get("s_aux")
     for counts in passes:
         total = sum(counts)
         # As the library hands them over: rows outermost in memory.
@@ -66,6 +71,7 @@ def run_passes(heads, kv_heads, dtype, passes=PASSES, **options):
                         scaling,
                         options.get("sliding_window"),
                         options.get("softcap"),
+                        None if sinks is None else sinks[head],
                     )
                 )
             offset += count
@@ -88,10 +94,21 @@ def test_every_row_attends_to_its_own_session_alone(kernels, heads, kv_heads, wi
         assert (ours - expected).abs().max() <= tolerance * expected.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
+def test_a_sink_of_each_head_takes_its_share(kernels, heads, kv_heads, window, dtype):
+    """Also where our own kernels are there, which know no sinks."""
+    tolerance = 2e-6 if dtype == torch.float32 else 3e-2
+    sinks = torch.linspace(-2, 3, heads).to(dtype)
+    for ours, expected in run_passes(heads, kv_heads, dtype, sliding_window=window, s_aux=sinks):
+        assert (ours - expected).abs().max() <= tolerance * expected.abs().max()
+
+
 def test_the_check_is_sharp(kernels):
-    """A window off by one, another scale, or no cap are each seen."""
-    for wrong in ({"sliding_window": 4}, {"scaling": 0.33}, {"softcap": None}):
-        right = {"sliding_window": 3, "softcap": 2.0, "scaling": 0.3}
+    """A window off by one, another scale, no cap, or no sinks are each seen."""
+    for wrong in ({"sliding_window": 4}, {"scaling": 0.33}, {"softcap": None}, {"s_aux": None}):
+        right = {"sliding_window": 3, "softcap": 2.0, "scaling": 0.3, "s_aux": torch.linspace(-2, 3, 6)}
         pairs = zip(
             run_passes(6, 2, torch.float32, **right), run_passes(6, 2, torch.float32, **{**right, **wrong}), strict=True
         )
@@ -148,12 +165,12 @@ def test_not_a_number_stays_one(kernels, dtype):
 
 
 def test_a_keyword_that_it_does_not_know_is_an_error():
-    """A family with attention sinks must not run as if it had none."""
+    """A family that adds position biases must not run as if it had none."""
     module: Any = SimpleNamespace(layer_idx=0)
     rows = torch.zeros(1, 1, 1, WIDTH)
-    sinks: Any = {"s_aux": torch.zeros(1)}
-    with pytest.raises(TypeError, match="s_aux"):
-        packed_attention(module, rows, rows, rows, None, pack=Pack([]), **sinks)
+    biases: Any = {"position_bias": torch.zeros(1)}
+    with pytest.raises(TypeError, match="position_bias"):
+        packed_attention(module, rows, rows, rows, None, pack=Pack([]), **biases)
 
 
 def test_the_library_finds_it_by_name():
