@@ -309,6 +309,19 @@ SUPPORTED: dict[str, Family] = {
     )
 }
 
+# Families known not to run through the packed attention, and why, as the library's code has it.
+REFUSED: dict[str, str] = {
+    "bloom": "its attention adds position biases that the packed attention does not know",
+    "deepseek_v3": "its values are of another width than its keys, which the packed cache does not know",
+    "falcon": "its attention is its own code, which the packed attention cannot replace",
+    "gptj": "its rotary embedding is a table that ends, and the packed tables grow beyond it",
+    "minimax": "its linear attention keeps a running state instead of keys and values",
+    "mpt": "its attention adds position biases that the packed attention does not know",
+    "nemotron": "its layers do not tell their attention which session a row belongs to",
+    "qwen3_next": "its linear attention keeps a running state instead of keys and values",
+    "stablelm": "its layers do not tell their attention which session a row belongs to",
+}
+
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration of the text decoder: of a multimodal gemma3 its text half, else all of it."""
@@ -320,8 +333,9 @@ def family_of(config: PreTrainedConfig) -> Family:
     inner = text_config(config)
     family = SUPPORTED.get(inner.model_type)
     if family is None:
+        reason = f": {REFUSED[inner.model_type]}" if inner.model_type in REFUSED else ""
         raise UnsupportedFamily(
-            f"the family {config.model_type!r} is not supported",
+            f"the family {config.model_type!r} is not supported{reason}",
             advice=f"Supported are: {', '.join(sorted(SUPPORTED))}.",
         )
     for problem in _unsupported_features(inner):

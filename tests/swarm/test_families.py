@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING
 
 from routing.errors import BadInput, DamagedWeights, UnsupportedFamily
 from swarm.checkpoint import open_checkpoint
-from swarm.families import SUPPORTED, family_of, text_config
+from swarm.families import REFUSED, SUPPORTED, family_of, text_config
 from tests.tiny import FAMILIES, SMALL, make_tiny
 
 
@@ -17,11 +17,16 @@ def checkpoint(request, tmp_path_factory):
     return open_checkpoint(str(make_tiny(request.param, tmp_path_factory.mktemp(request.param))))
 
 
-@pytest.mark.parametrize("model_type", ["bloom", "falcon", "minimax", "qwen3_next", "stablelm", "deepseek_v3"])
-def test_a_family_not_on_the_list_is_refused_by_name(model_type):
-    with pytest.raises(UnsupportedFamily, match=model_type) as refused:
+@pytest.mark.parametrize("model_type", [*REFUSED, "olmo"])
+def test_a_family_not_on_the_list_is_refused_by_name_and_where_known_with_the_reason(model_type):
+    with pytest.raises(UnsupportedFamily, match=repr(model_type)) as refused:
         family_of(CONFIG_MAPPING[model_type]())
+    assert REFUSED.get(model_type, "is not supported") in str(refused.value)
     assert all(name in refused.value.advice for name in SUPPORTED)
+
+
+def test_no_family_is_both_supported_and_refused():
+    assert not set(SUPPORTED) & set(REFUSED)
 
 
 def test_every_family_listed_has_a_tiny_model_that_proves_it():
