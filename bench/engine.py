@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from statistics import median, quantiles
 
-from bench.figures import Figure, decode_rate, first_token_s, gaps_s, take_turns
+from bench.figures import Figure, decode_rate, first_token_s, gaps_s, take_turns, together_rate
 from bench.setting import Setting
 from swarm.local import LocalPeer
 
@@ -64,8 +64,8 @@ def many(setting: Setting) -> list[Figure]:
             figures.append(
                 Figure.of_median(
                     f"{count} sessions, bfloat16, {context:,} tokens of context", "x local",
-                    rounds.ratios(lambda runs: sum(map(decode_rate, runs))),
-                    "sum of the sessions' rates, each from its first token to its last",
+                    rounds.ratios(together_rate),
+                    "from the first of all first tokens to the last token of all",
                 )
             )  # fmt: skip
     return figures

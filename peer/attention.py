@@ -65,6 +65,8 @@ class Pack:
     def __init__(self, segments: Sequence[Segment]):
         self.segments = tuple(segments)
         self.runs = tuple(_runs(segments))
+        self.scaling: float | None = None  # of the last call, as the layer said
+        self.window: int | None = None
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
 
     def mask(self, segment: Segment, first_key: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
@@ -108,6 +110,7 @@ def packed_attention(
     not run without it.
     """
     layer = cast(int, module.layer_idx)
+    pack.scaling, pack.window = scaling, sliding_window
     fits = softcap is None and s_aux is None and query.is_cpu and query.shape[3] % NATIVE_WIDTH == 0
     kernels = native.kernels() if fits else None
     parts = []

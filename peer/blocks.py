@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from peer.attention import NAME as ATTENTION
 from peer.cache import CacheBudget, CacheShape, SeatCache
+from peer.fused import FusedBlocks
 from routing.errors import BadInput, DamagedWeights
 from routing.types import Span
 from swarm.checkpoint import Checkpoint
@@ -89,6 +90,7 @@ class Blocks:
     rotary: RotaryTables = field(repr=False)
     shape: CacheShape
     few_rows: FewRows = field(repr=False)
+    fused: FusedBlocks = field(repr=False)
     block_bytes: tuple[int, ...] = field(repr=False)
 
     @classmethod
@@ -130,6 +132,7 @@ class Blocks:
             layers.append(layer)
             progress(f"loading blocks {span}", len(layers), len(span))
         kinds = tuple(family.rotary_kind(config, index) for index in _range(span))
+        shape = cache_shape(config, family, dtype, device)
         distinct = tuple(dict.fromkeys(kind for kind in kinds if kind is not None))
         return cls(
             span=span,
@@ -137,8 +140,9 @@ class Blocks:
             layers=tuple(layers),
             rotary_kinds=kinds,
             rotary=RotaryTables(family, config, distinct, dtype, device),
-            shape=cache_shape(config, family, dtype, device),
+            shape=shape,
             few_rows=few_rows,
+            fused=FusedBlocks(layers, span.start, shape),
             block_bytes=tuple(_bytes_of(layer, None) for layer in layers),
         )
 

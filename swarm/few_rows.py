@@ -110,7 +110,11 @@ class FewRowsNorm(torch.nn.Module):
 
     def __init__(self, library: torch.nn.Module, epsilon: float):
         super().__init__()
-        self.library, self._epsilon = library, epsilon
+        self.library, self.epsilon = library, epsilon
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.library.weight  # type: ignore[return-value]
 
     @classmethod
     def of(cls, norm: torch.nn.Module) -> torch.nn.Module:
@@ -131,4 +135,4 @@ class FewRowsNorm(torch.nn.Module):
         kernels = native.kernels()
         if kernels is None or x.numel() > WEIGHT_FIRST * x.shape[-1]:
             return self.library(x)
-        return kernels.rms_norm(x.contiguous(), self.library.weight, self._epsilon)
+        return kernels.rms_norm(x.contiguous(), self.library.weight, self.epsilon)

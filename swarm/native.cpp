@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstring>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 #if defined(__AVX512F__)
@@ -182,12 +183,10 @@ void linear_part(const T* x, const T* weight, const T* bias, T* y, long rows, lo
 }
 
 template <typename T>
-void linear_of(const Tensor& x, const Tensor& weight, const Tensor* bias, Tensor& y, long rows) {
+void linear_of(const T* x_data, const Tensor& weight, const Tensor* bias, T* y_data, long rows) {
   long inputs = weight.size(1), outputs = weight.size(0);
-  auto x_data = static_cast<const T*>(x.data_ptr());
   auto weight_data = static_cast<const T*>(weight.data_ptr());
   auto bias_data = bias ? static_cast<const T*>(bias->data_ptr()) : nullptr;
-  auto y_data = static_cast<T*>(y.data_ptr());
   int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max(1L, inputs));  // a quarter of a million weights a thread
   torch::stable::parallel_for(0, outputs, grain, [&](int64_t begin, int64_t end) {
     linear_part<T>(x_data, weight_data, bias_data, y_data, rows, inputs, outputs, begin, end);
@@ -206,10 +205,10 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   long rows = x.numel() / std::max<int64_t>(1, weight.size(1));
   const Tensor* given = bias.has_value() ? &*bias : nullptr;
   if (x.scalar_type() == ScalarType::Float) {
-    linear_of<float>(x, weight, given, y, rows);
+    linear_of(static_cast<const float*>(x.data_ptr()), weight, given, static_cast<float*>(y.data_ptr()), rows);
   } else {
     STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16, "fp32 or bf16 expected");
-    linear_of<bf16>(x, weight, given, y, rows);
+    linear_of(static_cast<const bf16*>(x.data_ptr()), weight, given, static_cast<bf16*>(y.data_ptr()), rows);
   }
   return y;
 }
@@ -301,22 +300,20 @@ void attend_heads(const float* query, const T* keys, const T* values, long lengt
 }
 
 template <typename T>
-struct Rows {  // of a [1, heads, rows, width] tensor
+struct Rows {  // of a [1, heads, rows, width] tensor, or of one that lies as [rows, heads, width]
   const T* data;
   long head_stride, row_stride;
   explicit Rows(const Tensor& tensor)
       : data(static_cast<const T*>(tensor.data_ptr())), head_stride(tensor.stride(1)), row_stride(tensor.stride(2)) {}
+  Rows(const T* data, long heads, long width) : data(data), head_stride(width), row_stride(heads * width) {}
   const T* at(long head, long row) const { return data + head * head_stride + row * row_stride; }
 };
 
 template <typename T>
-void attend_of(const Tensor& query, const Tensor& key, const Tensor& value, const std::vector<Tensor>& all_keys,
-               const std::vector<Tensor>& all_values, const std::vector<int64_t>& pasts, long window, float scale,
-               Tensor& out) {
-  long heads = query.size(1), rows = query.size(2), width = query.size(3), kv_heads = key.size(1);
-  long group = heads / kv_heads;
-  Rows<T> queries(query), new_keys(key), new_values(value);
-  T* to = static_cast<T*>(out.data_ptr());
+void attend_of(Rows<T> queries, Rows<T> new_keys, Rows<T> new_values, long heads, long kv_heads, long width,
+               const std::vector<Tensor>& all_keys, const std::vector<Tensor>& all_values,
+               const std::vector<int64_t>& pasts, long window, float scale, T* to) {
+  long rows = long(pasts.size()), group = heads / kv_heads;
   struct Seat {
     T *keys, *values;
     long head_stride, past;
@@ -363,31 +360,43 @@ void attend_of(const Tensor& query, const Tensor& key, const Tensor& value, cons
   });
 }
 
+void check_held(const Tensor& like, int64_t rows, int64_t heads, int64_t kv_heads, int64_t width,
+                const std::vector<Tensor>& all_keys, const std::vector<Tensor>& all_values,
+                const std::vector<int64_t>& pasts) {
+  STD_TORCH_CHECK(like.scalar_type() == ScalarType::Float || like.scalar_type() == ScalarType::BFloat16,
+                  "fp32 or bf16 expected");
+  STD_TORCH_CHECK(width % LANES == 0, "heads of whole vectors expected");
+  STD_TORCH_CHECK(int64_t(all_keys.size()) == rows && int64_t(all_values.size()) == rows &&
+                      int64_t(pasts.size()) == rows && heads % kv_heads == 0,
+                  "one session a row expected");
+  for (int64_t row = 0; row < rows; row++)
+    for (const Tensor* held : {&all_keys[row], &all_values[row]})
+      STD_TORCH_CHECK(held->is_contiguous() && pasts[row] >= 0 && pasts[row] < held->size(2) &&
+                          held->size(1) == kv_heads && held->size(3) == width &&
+                          held->scalar_type() == like.scalar_type(),
+                      "no room in what a session holds");
+}
+
 // Rows of different sessions, one each. query [1, heads, rows, width], key and value [1, kv_heads, rows, width]; of
 // each row's session all_keys and all_values [1, kv_heads, capacity, width], of which `pasts` positions are held: the
 // new ones are written behind them. A window of 0 is none. -> [1, rows, heads, width]; `width` must be whole vectors.
 Tensor attend_rows(const Tensor& query, const Tensor& key, const Tensor& value, const std::vector<Tensor>& all_keys,
                    const std::vector<Tensor>& all_values, const std::vector<int64_t>& pasts, int64_t window,
                    double scale) {
-  int64_t heads = query.size(1), rows = query.size(2), width = query.size(3);
-  STD_TORCH_CHECK(width % LANES == 0 && query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1,
-                  "heads of whole vectors expected");
-  STD_TORCH_CHECK(int64_t(all_keys.size()) == rows && int64_t(all_values.size()) == rows &&
-                      int64_t(pasts.size()) == rows && key.size(2) == rows && heads % key.size(1) == 0,
-                  "one session a row expected");
-  for (int64_t row = 0; row < rows; row++)
-    for (const Tensor* held : {&all_keys[row], &all_values[row]})
-      STD_TORCH_CHECK(held->is_contiguous() && pasts[row] >= 0 && pasts[row] < held->size(2) &&
-                          held->size(1) == key.size(1) && held->size(3) == width &&
-                          held->scalar_type() == query.scalar_type(),
-                      "no room in what a session holds");
+  int64_t heads = query.size(1), rows = query.size(2), width = query.size(3), kv_heads = key.size(1);
+  STD_TORCH_CHECK(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1 && key.size(2) == rows,
+                  "rows of whole heads expected");
+  check_held(query, rows, heads, kv_heads, width, all_keys, all_values, pasts);
   Tensor out = torch::stable::new_empty(query, {1, rows, heads, width});
-  if (query.scalar_type() == ScalarType::Float) {
-    attend_of<float>(query, key, value, all_keys, all_values, pasts, window, scale, out);
-  } else {
-    STD_TORCH_CHECK(query.scalar_type() == ScalarType::BFloat16, "fp32 or bf16 expected");
-    attend_of<bf16>(query, key, value, all_keys, all_values, pasts, window, scale, out);
-  }
+  auto attend = [&](auto* to) {
+    using T = std::remove_pointer_t<decltype(to)>;
+    attend_of<T>(Rows<T>(query), Rows<T>(key), Rows<T>(value), heads, kv_heads, width, all_keys, all_values, pasts,
+                 window, scale, to);
+  };
+  if (query.scalar_type() == ScalarType::Float)
+    attend(static_cast<float*>(out.data_ptr()));
+  else
+    attend(static_cast<bf16*>(out.data_ptr()));
   return out;
 }
 
@@ -428,6 +437,127 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
   return y;
 }
 
+// -- whole blocks -----------------------------------------------------------------------------------------------
+
+inline void store(float* data, Floats values) { *reinterpret_cast<Floats*>(data) = values; }
+inline void store(bf16* data, Floats values) {
+  for (int i = 0; i < LANES; i++) data[i] = narrow<bf16>(values[i]);
+}
+
+// gate * sigmoid(gate) * up, into gate.
+template <typename T>
+void gated(T* gate, const T* up, long size) {
+  long at = 0;
+  for (; at + LANES <= size; at += LANES) {
+    Floats x = lanes_of(gate + at), other = lanes_of(up + at);
+    Floats power = exponential(x > 0.0f ? -x : x);
+    Floats sigmoid = (x > 0.0f ? Floats{} + 1.0f : power) / (power + 1.0f);
+    Floats activated = x * sigmoid;
+    if constexpr (std::is_same_v<T, bf16>)  // the library rounds in between
+      for (int i = 0; i < LANES; i++) activated[i] = widen(narrow<bf16>(activated[i]));
+    store(gate + at, activated * other);
+  }
+  for (; at < size; at++) {
+    float x = widen(gate[at]), activated = x / (1.0f + std::exp(-x));
+    gate[at] = narrow<T>(widen(narrow<T>(activated)) * widen(up[at]));
+  }
+}
+
+template <typename T>
+void add_to(T* sum, const T* more, long size) {
+  for (long i = 0; i < size; i++) sum[i] = narrow<T>(widen(sum[i]) + widen(more[i]));
+}
+
+// In place, as the library's rotate_half: data [rows, heads, width], cos and sin [rows, width].
+template <typename T>
+void rotate(T* data, const T* cos, const T* sin, long rows, long heads, long width) {
+  long half = width / 2;
+  for (long row = 0; row < rows; row++, cos += width, sin += width)
+    for (long head = 0; head < heads; head++, data += width)
+      for (long i = 0; i < half; i++) {
+        float low = widen(data[i]), high = widen(data[i + half]);
+        data[i] = narrow<T>(widen(narrow<T>(low * widen(cos[i]))) - widen(narrow<T>(high * widen(sin[i]))));
+        data[i + half] =
+            narrow<T>(widen(narrow<T>(high * widen(cos[i + half]))) + widen(narrow<T>(low * widen(sin[i + half]))));
+      }
+}
+
+// Where a block's tensors are in the list of its weights; an absent one has no elements.
+enum Part { NORM_1, Q, K, V, O, NORM_2, GATE, UP, DOWN, Q_BIAS, K_BIAS, V_BIAS, O_BIAS, Q_NORM, K_NORM, PARTS };
+
+template <typename T>
+void block_of(const Tensor& hidden, const Tensor& cos, const Tensor& sin, const std::vector<Tensor>& parts,
+              const std::vector<Tensor>& all_keys, const std::vector<Tensor>& all_values,
+              const std::vector<int64_t>& pasts, long window, float epsilon, float scale, long width, T* out) {
+  long rows = long(pasts.size()), size = parts[NORM_1].size(0), inner = parts[GATE].size(0);
+  long q_size = parts[Q].size(0), kv_size = parts[K].size(0), heads = q_size / width, kv_heads = kv_size / width;
+  auto data = [](const Tensor& tensor) { return static_cast<const T*>(tensor.data_ptr()); };
+  auto bias = [&](Part part) { return parts[part].numel() ? &parts[part] : nullptr; };
+  std::vector<T> normed(rows * size), q(rows * q_size), k(rows * kv_size), v(rows * kv_size), attended(rows * q_size);
+  std::vector<T> more(rows * size), gate(rows * inner), up(rows * inner);
+
+  rms_norm_of(data(hidden), data(parts[NORM_1]), normed.data(), rows, size, epsilon);
+  linear_of(normed.data(), parts[Q], bias(Q_BIAS), q.data(), rows);
+  linear_of(normed.data(), parts[K], bias(K_BIAS), k.data(), rows);
+  linear_of(normed.data(), parts[V], bias(V_BIAS), v.data(), rows);
+  if (bias(Q_NORM)) rms_norm_of(q.data(), data(parts[Q_NORM]), q.data(), rows * heads, width, epsilon);
+  if (bias(K_NORM)) rms_norm_of(k.data(), data(parts[K_NORM]), k.data(), rows * kv_heads, width, epsilon);
+  rotate(q.data(), data(cos), data(sin), rows, heads, width);
+  rotate(k.data(), data(cos), data(sin), rows, kv_heads, width);
+  attend_of<T>(Rows<T>(q.data(), heads, width), Rows<T>(k.data(), kv_heads, width), Rows<T>(v.data(), kv_heads, width),
+               heads, kv_heads, width, all_keys, all_values, pasts, window, scale, attended.data());
+  linear_of(attended.data(), parts[O], bias(O_BIAS), more.data(), rows);
+  std::memcpy(out, data(hidden), rows * size * sizeof(T));
+  add_to(out, more.data(), rows * size);
+
+  rms_norm_of<T>(out, data(parts[NORM_2]), normed.data(), rows, size, epsilon);
+  linear_of<T>(normed.data(), parts[GATE], nullptr, gate.data(), rows);
+  linear_of<T>(normed.data(), parts[UP], nullptr, up.data(), rows);
+  gated(gate.data(), up.data(), rows * inner);
+  linear_of<T>(gate.data(), parts[DOWN], nullptr, more.data(), rows);
+  add_to(out, more.data(), rows * size);
+}
+
+// A block as llama's, for rows of different sessions, one each: hidden [1, rows, size], cos and sin [1, rows, width];
+// the rest as for `attend_rows`. -> [1, rows, size]. Whoever calls it has compared it with the library's block.
+Tensor block(const Tensor& hidden, const Tensor& cos, const Tensor& sin, const std::vector<Tensor>& parts,
+             const std::vector<Tensor>& all_keys, const std::vector<Tensor>& all_values,
+             const std::vector<int64_t>& pasts, int64_t window, double epsilon, double scale) {
+  STD_TORCH_CHECK(parts.size() == PARTS && hidden.dim() == 3 && hidden.is_contiguous(), "a block's tensors expected");
+  int64_t rows = hidden.size(1), size = hidden.size(2), width = cos.size(2);
+  int64_t heads = parts[Q].size(0) / width, kv_heads = parts[K].size(0) / width, inner = parts[GATE].size(0);
+  for (const Tensor* table : {&cos, &sin})
+    STD_TORCH_CHECK(table->is_contiguous() && table->size(1) == rows && table->size(2) == width &&
+                        table->scalar_type() == hidden.scalar_type(),
+                    "rotary tables of its rows expected");
+  auto shape = [&](Part part, int64_t outputs, int64_t inputs) {
+    const Tensor& weight = parts[part];
+    STD_TORCH_CHECK(weight.dim() == 2 && weight.size(0) == outputs && weight.size(1) == inputs &&
+                        weight.is_contiguous() && weight.scalar_type() == hidden.scalar_type(),
+                    "shapes do not fit");
+  };
+  shape(Q, heads * width, size), shape(K, kv_heads * width, size), shape(V, kv_heads * width, size);
+  shape(O, size, heads * width), shape(GATE, inner, size), shape(UP, inner, size), shape(DOWN, size, inner);
+  auto vector = [&](Part part, int64_t length, bool needed) {
+    const Tensor& tensor = parts[part];
+    STD_TORCH_CHECK((!needed && tensor.numel() == 0) || (tensor.numel() == length && tensor.is_contiguous() &&
+                                                         tensor.scalar_type() == hidden.scalar_type()),
+                    "shapes do not fit");
+  };
+  vector(NORM_1, size, true), vector(NORM_2, size, true), vector(Q_NORM, width, false), vector(K_NORM, width, false);
+  vector(Q_BIAS, heads * width, false), vector(K_BIAS, kv_heads * width, false);
+  vector(V_BIAS, kv_heads * width, false), vector(O_BIAS, size, false);
+  check_held(hidden, rows, heads, kv_heads, width, all_keys, all_values, pasts);
+  Tensor out = torch::stable::new_empty(hidden, {1, rows, size});
+  if (hidden.scalar_type() == ScalarType::Float)
+    block_of(hidden, cos, sin, parts, all_keys, all_values, pasts, window, epsilon, scale, width,
+             static_cast<float*>(out.data_ptr()));
+  else
+    block_of(hidden, cos, sin, parts, all_keys, all_values, pasts, window, epsilon, scale, width,
+             static_cast<bf16*>(out.data_ptr()));
+  return out;
+}
+
 int64_t lanes() { return LANES; }
 
 }  // namespace
@@ -437,6 +567,9 @@ STABLE_TORCH_LIBRARY(swarm_native, library) {
   library.def(
       "attend_rows(Tensor query, Tensor key, Tensor value, Tensor[] all_keys, Tensor[] all_values, int[] pasts, "
       "int window, float scale) -> Tensor");
+  library.def(
+      "block(Tensor hidden, Tensor cos, Tensor sin, Tensor[] parts, Tensor[] all_keys, Tensor[] all_values, "
+      "int[] pasts, int window, float epsilon, float scale) -> Tensor");
   library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
   library.def("lanes() -> int");
 }
@@ -445,6 +578,7 @@ STABLE_TORCH_LIBRARY_IMPL(swarm_native, CPU, library) {
   library.impl("linear", TORCH_BOX(&linear));
   library.impl("attend_rows", TORCH_BOX(&attend_rows));
   library.impl("rms_norm", TORCH_BOX(&rms_norm));
+  library.impl("block", TORCH_BOX(&block));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(swarm_native, CompositeExplicitAutograd, library) {
