@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from statistics import median, quantiles
 
-from bench.figures import Figure, decode_rate, first_token_s, gaps_s, take_turns, together_rate
+from bench.children import Client
+from bench.figures import Figure, Run, decode_rate, first_token_s, gaps_s, take_turns, together_rate
 from bench.setting import Setting
 from swarm.local import LocalPeer
 
@@ -26,24 +27,30 @@ def one(setting: Setting) -> list[Figure]:
     for dtype in DTYPES:
         with setting.swarm(TWO_PEERS, dtype) as swarm, setting.client(swarm, dtype) as client:
             for context in (SHORT, LONG):
-                prompts = _prompts(setting, context)
+                prompts, outside = _prompts(setting, context), list[float]()
+
+                def local(turn: int, prompts: list[list[int]] = prompts, dtype: str = dtype) -> Run:
+                    return setting.local_in(dtype).generate(prompts[turn % len(prompts)], NEW)
+
+                def remote(
+                    turn: int,
+                    prompts: list[list[int]] = prompts,
+                    client: Client = client,
+                    outside: list[float] = outside,
+                ) -> Run:
+                    run = client.generate(prompts[turn % len(prompts)], NEW)
+                    outside.append((client.spent_ms["step"] - client.spent_ms["compute"]) / len(TWO_PEERS))
+                    return run
+
                 setting.warm(client, prompts[:1], dtype)
-                rounds = take_turns(
-                    setting.rounds,
-                    lambda turn, prompts=prompts, dtype=dtype: setting.local_in(dtype).generate(  # type: ignore[misc]
-                        prompts[turn % len(prompts)], NEW
-                    ),
-                    lambda turn, prompts=prompts, client=client: client.generate(  # type: ignore[misc]
-                        prompts[turn % len(prompts)], NEW
-                    ),
-                )
-                spent = ", ".join(f"{name} {client.spent_ms[name]:.1f}" for name in client.spent_ms)
-                figures.append(
+                rounds = take_turns(setting.rounds, local, remote)
+                words = f"{dtype}, {context:,} tokens of context"
+                figures += [
+                    Figure.of_median(f"one session, {words}", "x local", rounds.ratios(decode_rate)),
                     Figure.of_median(
-                        f"one session, {dtype}, {context:,} tokens of context", "x local", rounds.ratios(decode_rate),
-                        f"ms of a step in the last run: {spent}",
-                    )
-                )  # fmt: skip
+                        f"outside the blocks, a hop, {words}", "ms", outside, "of a step: queue, wire, client's driver"
+                    ),
+                ]
     return figures
 
 

@@ -298,8 +298,8 @@ async def test_a_step_that_overtakes_its_drivers_open_is_not_lost(tiny: Path, lo
 
 
 async def test_a_client_that_vanishes_leaves_pages_that_can_be_taken(tiny: Path, local: Reference) -> None:
-    async with InProcessSwarm(tiny, ["0:6"]) as swarm:
-        peer = swarm.peers[0]
+    async with InProcessSwarm(tiny) as swarm:
+        peer = await swarm.add("0:6", limits=SessionLimits(idle_s=5.0))
         table, budget = peer.service.table, peer.service.budget
         async with swarm.model() as model:
             session = model.session()
