@@ -264,7 +264,7 @@ class Node:
             decode_s=service.load.decode_s,
             prefill_s=service.load.prefill_s,
             queue_s=service.load.queue_s,
-            cache_free=self._positions(service.budget.free_bytes),
+            cache_free=self._positions(service.free_cache_bytes),
             cache_total=self._positions(service.budget.limit_bytes),
         )
 

@@ -71,6 +71,9 @@ class Prefixes:
             best.at = now
         return donor
 
+    def stores(self) -> Iterator[SeatStore]:
+        return (kept.store for kept in self._kept)
+
     def take(self, kept: Kept) -> SeatStore:
         """Its store is the caller's now."""
         self._kept.remove(kept)

@@ -126,6 +126,12 @@ class Service:
     async def close(self) -> None:
         await self._tasks.close()
 
+    @property
+    def free_cache_bytes(self) -> int:
+        """What sessions may still take: what closed ones left goes first."""
+        kept = (store for store in self.table.prefixes.stores() if isinstance(store, SeatCache))
+        return self.budget.free_bytes + sum(store.nbytes for store in kept)
+
     async def watch(self) -> None:
         """Ends only with an error: a peer that cannot compute any more must not seem to serve. Raises SwarmError."""
         error = await self._tasks.failure()

@@ -9,6 +9,7 @@ from swarm.frames import FrameType
 from tests.whole.inprocess import InProcessSwarm
 from tests.whole.reference import Reference
 from tests.whole.scenes import SPARED, Text, running, spare, used
+from tests.whole.stand_ins import until
 
 SYSTEM = "You are one of many peers and answer every question. "
 CHAIN = ["0:3", "3:6"]
@@ -137,5 +138,7 @@ async def test_what_is_kept_makes_room(tiny: Path, local: Reference) -> None:
                     await Text(session, local, f"{index}: " + SYSTEM).more(4)
                     assert len(session.recoveries) == 1
             assert time.monotonic() - begun < 10
+            await until(lambda: not peer.sessions)
             assert 0 < len(peer.service.table.prefixes) < 6
+            assert peer.service.free_cache_bytes == peer.service.budget.limit_bytes > peer.service.budget.free_bytes
         await swarm.all_closed()
