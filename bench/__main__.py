@@ -27,6 +27,7 @@ PARTS: dict[str, Part] = {
     "eight": speed.eight,
     "one": engine.one,
     "many": engine.many,
+    "experts": engine.experts,
     "beside": engine.beside,
     "pinned": engine.pinned,
     "chat": engine.chat,

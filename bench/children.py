@@ -95,6 +95,15 @@ class Child:
         # The reading thread ends with the pipe; closing under it would block.
 
 
+def make(arguments: Sequence[str], folder: Path) -> None:
+    """`bench.make_moe` in a process of its own. Raises ChildFailed."""
+    maker = Child("bench.make_moe", arguments, folder)
+    try:
+        maker.next(START_S)
+    finally:
+        maker.close()
+
+
 class LocalModel(Child):
     """`transformers` generate, the yardstick, one torch thread."""
 

@@ -78,6 +78,26 @@ def many(setting: Setting) -> list[Figure]:
     return figures
 
 
+def experts(setting: Setting) -> list[Figure]:
+    """A random mixture of experts (8, of which each token takes 2): one session, and eight side by side."""
+    figures = []
+    with (
+        setting.mixture_of_experts() as moe, moe.swarm(("0:5", "5:10")) as swarm, moe.client(swarm) as client
+    ):  # fmt: skip
+        prompts = [moe.prompt(index) for index in range(8)]
+        moe.warm(client, prompts[:1])
+        for count, words in ((1, "one session"), (8, "8 sessions")):
+            rounds = take_turns(
+                min(3, moe.rounds),
+                lambda turn: [moe.local.generate(prompts[turn], NEW)],
+                lambda turn, count=count: client.batch(prompts[turn : turn + 1] if count == 1 else prompts, NEW),  # type: ignore[misc]
+            )
+            figures.append(
+                Figure.of_median(f"mixture of experts, {words}, 2 peers of 5", "x local", rounds.ratios(together_rate))
+            )
+    return figures
+
+
 def beside(setting: Setting) -> list[Figure]:
     """A prompt of 2,000 tokens that comes while another session decodes: what each costs the other."""
     latency: list[float] = []

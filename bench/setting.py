@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from bench.children import Client, LocalModel
+from bench.children import Client, LocalModel, make
 from bench.prompts import PROMPTS, long_ids
 from swarm.local import LocalSwarm
 
@@ -44,6 +44,14 @@ class Setting:
         if dtype not in self._locals:
             self._locals[dtype] = LocalModel(self.model, self._folder, dtype)
         return self._locals[dtype]
+
+    @contextmanager
+    def mixture_of_experts(self) -> Iterator[Setting]:
+        """A setting like this one whose model is a small random mixture of experts, made for it."""
+        with Setting("", self.rounds) as other:
+            other.model = str(other._folder / "moe")
+            make([other.model], other._folder)
+            yield other
 
     def end_local(self) -> None:
         """Before memory is measured: pages that it shares with a peer would not be counted in full."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -158,8 +157,8 @@ def test_quickstart_draws_the_stall_where_the_peer_was_killed(quickstart, facts)
     recovery = facts["series"]["recovery"]
     stalled = [number for number, height in zip(facts["numbers"], recovery, strict=True) if height > 0]
     assert stalled[0] == pytest.approx(facts["mark"] + 0.5) == pytest.approx(21)
-    totals = [sum(parts) for parts in zip(*facts["series"].values(), strict=True)]
-    assert totals[facts["numbers"].index(stalled[0])] > statistics.median(totals)
+    # How high it stands is not said: a spare that still holds the prompt of a cell before needs no replay.
+    assert len(stalled) == 1
 
 
 @pytest.mark.processes
