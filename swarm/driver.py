@@ -22,18 +22,21 @@ from swarm.names import NameChain
 
 NO_LIMIT = 2**32 - 1
 PASS_POSITIONS = 64  # what a pass costs beside its positions, in positions: measured 65 in fp32, 130 in bf16
-LEAST_CHUNK, MOST_CHUNK = 64, 512
+LEAST_CHUNK, MOST_CHUNK, MOST_PIPELINED = 64, 512, 192
 
 
 def prefill_chunk(positions: int, hops: int) -> int:
     """Positions a frame for a prompt of so many: small chunks keep all hops at work, large ones compute faster.
 
     n positions in chunks of c take (n / c + hops - 1) passes of time a + b c one after the other: least at
-    c = sqrt(n (a / b) / (hops - 1)). All chunks are of about one size: a small rest would cost a pass for little.
+    c = sqrt(n (a / b) / (hops - 1)). Between hops never more than 192: the tokens of others wait for one block of a
+    chunk, and for long prompts that costs 5 % of the time. All chunks are of about one size: a small rest would cost a
+    pass for little.
     """
-    best = math.sqrt(positions * PASS_POSITIONS / (hops - 1)) if hops > 1 else MOST_CHUNK
-    count = max(1, round(positions / min(max(best, LEAST_CHUNK), MOST_CHUNK)))
-    return min(-(-positions // count), MOST_CHUNK)
+    most = MOST_PIPELINED if hops > 1 else MOST_CHUNK
+    best = math.sqrt(positions * PASS_POSITIONS / (hops - 1)) if hops > 1 else most
+    count = max(1, math.ceil(positions / min(max(best, LEAST_CHUNK), most)))
+    return -(-positions // count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -416,7 +416,7 @@ async def test_calls_fail_at_once_when_p2pd_dies_and_all_is_back_after_its_resta
             os.kill(pid, signal.SIGKILL)
             began = time.monotonic()
             told, read, opened = await asyncio.gather(*pending, return_exceptions=True)
-            for outcome in (told, opened) if isinstance(read, list) else (told, read, opened):
+            for outcome in (told, opened) if isinstance(read, dict) else (told, read, opened):
                 # What this node stores itself may be read to the end without p2pd.
                 assert isinstance(outcome, DaemonFailed), outcome
                 assert re.search(r"p2pd (has ended|does not answer)", str(outcome))
