@@ -52,6 +52,11 @@ class Run:
         self.single = segments[0].count == 1
         self.pasts = [segment.past for segment in segments]
 
+    def held(self, layer: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Keys and values of a layer, of each segment's seat."""
+        extents = [segment.seat.extents(layer) for segment in self.segments]
+        return [keys for keys, _ in extents], [values for _, values in extents]
+
 
 def _runs(segments: Sequence[Segment]) -> Iterator[Run]:
     for single, group in groupby(segments, lambda segment: segment.count == 1):
@@ -120,12 +125,10 @@ def packed_attention(
         else:
             rows, new_keys, new_values = query, key, value
         if kernels is not None and run.single:
-            extents = [segment.seat.extents(layer) for segment in run.segments]
-            all_keys, all_values = [pair[0] for pair in extents], [pair[1] for pair in extents]
             scale = rows.shape[3] ** -0.5 if scaling is None else scaling
             window = sliding_window or 0
             parts.append(
-                kernels.attend_rows(rows, new_keys, new_values, all_keys, all_values, run.pasts, window, scale)
+                kernels.attend_rows(rows, new_keys, new_values, *run.held(layer), run.pasts, window, scale)
             )
             continue
         for row, segment in enumerate(run.segments):

@@ -114,14 +114,13 @@ class Blocks:
         if span.end > family.n_blocks(config):
             raise BadInput(f"there are no blocks {span}: the model has {family.n_blocks(config)}")
         available = checkpoint.tensor_names()
-        layers: list[torch.nn.Module] = []
+        layers = [family.build_block(config, index) for index in _range(span)]  # without weights yet
         on_cpu, few_rows = torch.device(device).type == "cpu", FewRows(dtype)
-        arena = Arena(sum(_arena_bytes(family.build_block(config, i), dtype) for i in _range(span))) if on_cpu else None
-        for index in _range(span):
+        arena = Arena(sum(_arena_bytes(layer, dtype) for layer in layers)) if on_cpu else None
+        for index, layer in zip(_range(span), layers, strict=True):
             names = family.block_tensors(config, index, available)
             if check is not None:
                 check(names)
-            layer = family.build_block(config, index)
             stored = checkpoint.load(names, dtype)
             tensors = family.assemble(config, index, stored)
             if arena is not None:
@@ -129,20 +128,20 @@ class Blocks:
             _give_weights(layer, tensors, index, device)
             if on_cpu:
                 _use_few_rows(layer, few_rows)
-            layers.append(layer)
-            progress(f"loading blocks {span}", len(layers), len(span))
+            progress(f"loading blocks {span}", index + 1 - span.start, len(span))
         kinds = tuple(family.rotary_kind(config, index) for index in _range(span))
         shape = cache_shape(config, family, dtype, device)
         distinct = tuple(dict.fromkeys(kind for kind in kinds if kind is not None))
+        rotary = RotaryTables(family, config, distinct, dtype, device)
         return cls(
             span=span,
             family=family,
             layers=tuple(layers),
             rotary_kinds=kinds,
-            rotary=RotaryTables(family, config, distinct, dtype, device),
+            rotary=rotary,
             shape=shape,
             few_rows=few_rows,
-            fused=FusedBlocks(layers, span.start, shape),
+            fused=FusedBlocks(layers, kinds, rotary.rows, span.start, shape),
             block_bytes=tuple(_bytes_of(layer, None) for layer in layers),
         )
 

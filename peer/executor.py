@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -123,7 +122,7 @@ class Pass:
         decode = len(pack.runs) == 1 and pack.runs[0].single and pack.runs[0].rows <= blocks.few_rows.most
         for index in range(start - first, end - first):
             layer, kind = blocks.layers[index], blocks.rotary_kinds[index]
-            if decode and kind is not None and (fused := blocks.fused.get(index, partial(self._rotary_of, kind))):
+            if decode and kind is not None and (fused := blocks.fused.get(index)):
                 hidden = fused.run(hidden, rotary[kind], pack.runs[0])
                 yield hidden
                 continue
@@ -133,9 +132,6 @@ class Pass:
             else:
                 hidden = layer.forward(hidden, attention_mask=None, position_embeddings=rotary[kind], pack=pack)
             yield hidden
-
-    def _rotary_of(self, kind: str, spans: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._blocks.rotary.rows(spans)[kind]
 
 
 class Executor:

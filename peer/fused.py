@@ -8,7 +8,7 @@ forward on rows of its own, and what does not agree runs as the library has it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,11 +71,9 @@ class FusedBlock:
 
     def run(self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], run: Run) -> torch.Tensor:
         """hidden [1, rows, size], one row of each session of `run` -> the same shape. Writes their keys and values."""
-        extents = [segment.seat.extents(self._index) for segment in run.segments]
         return native.kernels().block(
-            hidden, *rotary, self._parts, [keys for keys, _ in extents], [values for _, values in extents],
-            run.pasts, self._window, self._epsilon, self._scale,
-        )  # fmt: skip
+            hidden, *rotary, self._parts, *run.held(self._index), run.pasts, self._window, self._epsilon, self._scale
+        )
 
     def _agrees(self, layer: torch.nn.Module, shape: CacheShape, rotary: tuple[torch.Tensor, torch.Tensor]) -> bool:
         make = torch.Generator().manual_seed(self._index)
@@ -118,15 +116,29 @@ def _near(mine: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> bool:
 class FusedBlocks:
     """The fused blocks of a span, made when they are first wanted: the kernels may come later than the blocks."""
 
-    def __init__(self, layers: Sequence[torch.nn.Module], first: int, shape: CacheShape):
-        self._layers, self._first, self._shape = layers, first, shape
+    def __init__(
+        self,
+        layers: Sequence[torch.nn.Module],
+        kinds: Sequence[str | None],
+        rotary_rows: Callable[[Sequence[tuple[int, int]]], dict[str, tuple[torch.Tensor, torch.Tensor]]],
+        first: int,
+        shape: CacheShape,
+    ):
+        """`kinds` of rotary embedding of each layer; `rotary_rows` as of RotaryTables; `first` is the first index."""
+        self._layers, self._kinds, self._rotary_rows = layers, kinds, rotary_rows
+        self._first, self._shape = first, shape
         self._made: dict[int, FusedBlock | None] = {}
 
-    def get(self, offset: int, rotary: Any) -> FusedBlock | None:
-        """Of the block at `offset` of the span. `rotary(spans)` gives cos and sin of positions as RotaryTables does."""
+    def get(self, offset: int) -> FusedBlock | None:
+        """Of the block at `offset` of the span."""
         if native.kernels() is None or self._shape.device.type != "cpu":
             return None
         if offset not in self._made:
-            tables = rotary([(past, past + 1) for past in SAMPLE_PASTS])
-            self._made[offset] = FusedBlock.of(self._layers[offset], self._first + offset, self._shape, tables)
+            self._made[offset] = self._make(offset, self._kinds[offset])
         return self._made[offset]
+
+    def _make(self, offset: int, kind: str | None) -> FusedBlock | None:
+        if kind is None:
+            return None
+        tables = self._rotary_rows([(past, past + 1) for past in SAMPLE_PASTS])[kind]
+        return FusedBlock.of(self._layers[offset], self._first + offset, self._shape, tables)

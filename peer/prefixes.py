@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from peer.seats import SeatStore
 from routing.types import PeerId
-from swarm.names import common_positions, count, name_at
+from swarm.names import common_prefix, count
 
 LEAST = 16  # positions: less is not worth keeping
 MOST = 256  # entries
@@ -38,7 +38,7 @@ class Donor:
     @classmethod
     def of(cls, held: bytes | bytearray, store: SeatStore, names: bytes, kept: Kept | None = None) -> Donor | None:
         """None if they have too little in common."""
-        positions = _common(held, names)
+        positions = common_prefix(held, names)
         return cls(store, positions, kept) if positions >= LEAST else None
 
 
@@ -55,15 +55,16 @@ class Prefixes:
         if count(names) < LEAST:
             store.evict()
             return
-        for other in [kept for kept in self._of(client_id, key) if _common(kept.names, names) == count(kept.names)]:
-            self._drop(other)  # all of it is in the new one
+        for other in list(self._of(client_id, key)):
+            if common_prefix(other.names, names) == count(other.names):
+                self._drop(other)  # all of it is in the new one
         self._kept.append(Kept(client_id, key, names, store, now))
         if len(self._kept) > MOST:
             self.drop_oldest()
 
     def find(self, client_id: PeerId, key: tuple[int, int], names: bytes, now: float) -> Donor | None:
         """What holds the longest prefix of `names`."""
-        best = max(self._of(client_id, key), key=lambda kept: _common(kept.names, names), default=None)
+        best = max(self._of(client_id, key), key=lambda kept: common_prefix(kept.names, names), default=None)
         donor = None if best is None else Donor.of(best.names, best.store, names, best)
         if best is not None and donor is not None:
             self._kept.remove(best)
@@ -96,9 +97,3 @@ class Prefixes:
 
     def _of(self, client_id: PeerId, key: tuple[int, int]) -> Iterator[Kept]:
         return (kept for kept in self._kept if kept.client_id == client_id and kept.key == key)
-
-
-def _common(held: bytes | bytearray, names: bytes) -> int:
-    if name_at(held, 0) != name_at(names, 0):
-        return 0
-    return common_positions(held, 0, names, count(names))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from swarm.frames import Codec, Frame, FrameType, HopTiming, Open, StepNote
-from swarm.names import NAME_BYTES, common_positions, count, name_at
+from swarm.names import NAME_BYTES, common_positions, common_prefix, count, name_at
 
 if TYPE_CHECKING:
     from peer.session import PeerSession
@@ -139,9 +139,7 @@ class Seat:
 
     def _kept(self, names: bytes, keep_to: int) -> int:
         """The longest prefix whose names agree, up to `keep_to`."""
-        if name_at(self.names, 0) != name_at(names, 0):
-            return 0
-        return common_positions(self.names, 0, names, min(self.position, keep_to))
+        return common_prefix(self.names, names, min(self.position, keep_to))
 
     def _owe(self, asker: int, start: int, end: int) -> None:
         low, high = self.owed.get(asker, (start, end))

@@ -286,7 +286,7 @@ class Service:
         steps = self._with_room(self._scheduler.next_decode(self._decode_share()))
         if steps:
             batch = _Batch(steps, time.monotonic())
-            await self._thread.run(self._advance, batch, None)
+            await self._thread.run(self._advance, batch, math.inf)
             self._decode_pass_s += SMOOTHING * (batch.seconds - self._decode_pass_s)
             self._finish(batch)
         if self._prefill is None:
@@ -327,18 +327,16 @@ class Service:
         self._act()
         return False
 
-    def _advance(self, batch: _Batch, least_s: float | None) -> bool:
-        """On the compute thread. To the end if `least_s` is None, else left after any block, and at least so many
-        seconds, when decode steps wait. Whether the end was reached."""
+    def _advance(self, batch: _Batch, least_s: float) -> bool:
+        """On the compute thread. Left after any block, and at least so many seconds, when decode steps wait. Whether
+        the end was reached."""
         try:
             if batch.packed is None:
                 items = self._good_input(batch)
                 if not items:
                     return True
                 batch.packed = self._executor.begin(items)
-            if least_s is None:
-                batch.packed.advance()
-            elif not batch.packed.advance(lambda seconds: self._scheduler.decode_waits and seconds >= least_s):
+            if not batch.packed.advance(lambda seconds: self._scheduler.decode_waits and seconds >= least_s):
                 return False
         except (BadInput, Overloaded, RuntimeError) as error:  # torch says RuntimeError for all that it cannot do
             log.exception("a pass failed")

@@ -180,7 +180,7 @@ class Driver:
                 OpenHop(hop.peer_id, tuple(addresses.get(hop.peer_id, ())), hop.entry, hop.exit, self._keep(hop))
                 for hop in route
             ),
-            names=self.names.slice(0, len(self.tokens)),
+            names=self.all_names(),
             need_end=start,
             codec=self.config.codec,
             numeric_class=self.config.numeric_class,

@@ -68,3 +68,10 @@ def common_positions(held: bytes | bytearray, offset: int, names: bytes, limit: 
         else:
             high = middle - 1
     return low
+
+
+def common_prefix(held: bytes | bytearray, names: bytes, limit: int | None = None) -> int:
+    """How many positions two sequences of names from position 0 have in common, up to `limit`; 0 under other roots."""
+    if name_at(held, 0) != name_at(names, 0):
+        return 0
+    return common_positions(held, 0, names, count(names) if limit is None else limit)

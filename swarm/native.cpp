@@ -43,6 +43,14 @@ struct bf16 {
   uint16_t bits;
 };
 
+// Calls `run` with a null pointer to the type of the elements of `like`.
+template <typename Run>
+void by_dtype(const Tensor& like, Run run) {
+  if (like.scalar_type() == ScalarType::Float) return run(static_cast<float*>(nullptr));
+  STD_TORCH_CHECK(like.scalar_type() == ScalarType::BFloat16, "fp32 or bf16 expected");
+  run(static_cast<bf16*>(nullptr));
+}
+
 inline float widen(float value) { return value; }
 inline float widen(bf16 value) {
   uint32_t bits = uint32_t(value.bits) << 16;
@@ -204,12 +212,10 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   Tensor y = torch::stable::new_empty(x, shape);
   long rows = x.numel() / std::max<int64_t>(1, weight.size(1));
   const Tensor* given = bias.has_value() ? &*bias : nullptr;
-  if (x.scalar_type() == ScalarType::Float) {
-    linear_of(static_cast<const float*>(x.data_ptr()), weight, given, static_cast<float*>(y.data_ptr()), rows);
-  } else {
-    STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16, "fp32 or bf16 expected");
-    linear_of(static_cast<const bf16*>(x.data_ptr()), weight, given, static_cast<bf16*>(y.data_ptr()), rows);
-  }
+  by_dtype(x, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    linear_of(static_cast<const T*>(x.data_ptr()), weight, given, static_cast<T*>(y.data_ptr()), rows);
+  });
   return y;
 }
 
@@ -388,15 +394,11 @@ Tensor attend_rows(const Tensor& query, const Tensor& key, const Tensor& value, 
                   "rows of whole heads expected");
   check_held(query, rows, heads, kv_heads, width, all_keys, all_values, pasts);
   Tensor out = torch::stable::new_empty(query, {1, rows, heads, width});
-  auto attend = [&](auto* to) {
-    using T = std::remove_pointer_t<decltype(to)>;
+  by_dtype(query, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
     attend_of<T>(Rows<T>(query), Rows<T>(key), Rows<T>(value), heads, kv_heads, width, all_keys, all_values, pasts,
-                 window, scale, to);
-  };
-  if (query.scalar_type() == ScalarType::Float)
-    attend(static_cast<float*>(out.data_ptr()));
-  else
-    attend(static_cast<bf16*>(out.data_ptr()));
+                 window, scale, static_cast<T*>(out.data_ptr()));
+  });
   return out;
 }
 
@@ -426,14 +428,11 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
                   "contiguous tensors of one dtype expected");
   Tensor y = torch::stable::new_empty(x, x.sizes());
   long width = weight.size(0), rows = width ? x.numel() / width : 0;
-  if (x.scalar_type() == ScalarType::Float) {
-    rms_norm_of(static_cast<const float*>(x.data_ptr()), static_cast<const float*>(weight.data_ptr()),
-                static_cast<float*>(y.data_ptr()), rows, width, float(epsilon));
-  } else {
-    STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16, "fp32 or bf16 expected");
-    rms_norm_of(static_cast<const bf16*>(x.data_ptr()), static_cast<const bf16*>(weight.data_ptr()),
-                static_cast<bf16*>(y.data_ptr()), rows, width, float(epsilon));
-  }
+  by_dtype(x, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    rms_norm_of(static_cast<const T*>(x.data_ptr()), static_cast<const T*>(weight.data_ptr()),
+                static_cast<T*>(y.data_ptr()), rows, width, float(epsilon));
+  });
   return y;
 }
 
@@ -549,12 +548,11 @@ Tensor block(const Tensor& hidden, const Tensor& cos, const Tensor& sin, const s
   vector(V_BIAS, kv_heads * width, false), vector(O_BIAS, size, false);
   check_held(hidden, rows, heads, kv_heads, width, all_keys, all_values, pasts);
   Tensor out = torch::stable::new_empty(hidden, {1, rows, size});
-  if (hidden.scalar_type() == ScalarType::Float)
+  by_dtype(hidden, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
     block_of(hidden, cos, sin, parts, all_keys, all_values, pasts, window, epsilon, scale, width,
-             static_cast<float*>(out.data_ptr()));
-  else
-    block_of(hidden, cos, sin, parts, all_keys, all_values, pasts, window, epsilon, scale, width,
-             static_cast<bf16*>(out.data_ptr()));
+             static_cast<T*>(out.data_ptr()));
+  });
   return out;
 }
 

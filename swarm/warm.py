@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from routing.types import Route
-from swarm.names import NAME_BYTES, common_positions, count, name_at
+from swarm.names import common_prefix, count
 
 MOST = 64  # sequences
 
@@ -28,8 +28,8 @@ class WarmPrefixes:
         wanted, best = _seats(route), 0
         sources = [*self._left, *((held, _seats(other)) for held, other in open_now)]
         for held, seats in sources:
-            if wanted <= seats and name_at(held, 0) == name_at(names, 0):
-                best = max(best, common_positions(held, 0, names, len(names) // NAME_BYTES))
+            if wanted <= seats:
+                best = max(best, common_prefix(held, names))
         return best
 
 

@@ -36,9 +36,8 @@ def load(family: str, folder, dtype: torch.dtype = torch.float32) -> Blocks:
 
 
 def fused(blocks: Blocks, index: int = 0) -> FusedBlock | None:
-    kind = blocks.rotary_kinds[index]
-    assert kind is not None
-    return blocks.fused.get(index, lambda spans: blocks.rotary.rows(spans)[kind])
+    assert blocks.rotary_kinds[index] is not None
+    return blocks.fused.get(index)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
