@@ -19,7 +19,7 @@ import shutil
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ StreamHandler = Callable[[PeerId, asyncio.StreamReader, asyncio.StreamWriter], A
 Targets = dict[PeerId, list[Multiaddr]]
 
 RPC_S = 3.0  # hivemind's own deadline of one call to one node
+NOTICED_S = 1.0  # from the death of p2pd, as its socket shows it, until the system tells
 MOST_SKEW_S: float = MAX_DHT_TIME_DISCREPANCY_SECONDS
 dht_clock: Callable[[], float] = get_dht_time  # seconds since 1970
 
@@ -144,6 +145,9 @@ class Life:
         except (P2PDaemonError, P2PHandlerError) as error:
             raise Unreachable(f"{what}: {_reason(error)}") from error
         except (OSError, EOFError) as error:  # its control socket is gone
+            # The next call would meet the same socket until its death is noticed; after that it waits for the restart.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.lost.wait(), NOTICED_S)
             raise DaemonFailed(f"{what}: p2pd does not answer ({error})") from error
 
     @property
