@@ -41,6 +41,7 @@ _STRAGGLERS_S = 1.0  # after the first bootstrap peer has answered
 _MOST_KNOWN = 64
 _BLOB = "swarm.blob.1/"
 _BLOB_S = 60.0
+_BLOB_PAUSES_S = (0.1, 0.5)  # before the second and third try of a stream that broke off
 _CHUNK_BYTES = 256 * 1024
 
 
@@ -248,18 +249,26 @@ class Hive:
         what = f"{name!r} from {peer_id}"
         try:
             async with asyncio.timeout(timeout_s):
-                reader, writer = await self.open(peer_id, _BLOB + name, timeout_s)
-                try:
-                    size = int.from_bytes(await reader.readexactly(8), "little")
-                    if size > max_bytes:
-                        raise ProtocolError(f"{what} has {size} bytes; at most {max_bytes} are taken")
-                    return await reader.readexactly(size)
-                finally:
-                    writer.close()
+                for pause_s in _BLOB_PAUSES_S:
+                    with suppress(ConnectionError, EOFError):
+                        return await self._fetch_once(peer_id, name, timeout_s, max_bytes)
+                    # Two peers that dial each other at once end one of two connections, with its streams.
+                    await asyncio.sleep(pause_s)
+                return await self._fetch_once(peer_id, name, timeout_s, max_bytes)
         except TimeoutError:
             raise TimedOut(f"{what}: not complete within {timeout_s:.1f} s") from None
         except (ConnectionError, EOFError) as error:
             raise Unreachable(f"{what}: the stream broke off") from error
+
+    async def _fetch_once(self, peer_id: PeerId, name: str, timeout_s: float, max_bytes: int) -> bytes:
+        reader, writer = await self.open(peer_id, _BLOB + name, timeout_s)
+        try:
+            size = int.from_bytes(await reader.readexactly(8), "little")
+            if size > max_bytes:
+                raise ProtocolError(f"{name!r} from {peer_id} has {size} bytes; at most {max_bytes} are taken")
+            return await reader.readexactly(size)
+        finally:
+            writer.close()
 
     # The life of p2pd
 

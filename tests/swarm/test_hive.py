@@ -277,7 +277,15 @@ async def test_a_blob_comes_whole_or_not_at_all(founder, client):
     async def cut(peer_id, reader, writer):
         writer.write((1000).to_bytes(8, "little") + b"x")
 
+    tries = []
+
+    async def unsteady(peer_id, reader, writer):
+        writer.write((4).to_bytes(8, "little") + (b"blob" if tries else b"x"))
+        tries.append(peer_id)
+
     await founder.serve_blob("manifest", lambda: blob)
+    await founder.serve("swarm.blob.1/unsteady", unsteady)
+    assert await client.fetch_blob(founder.peer_id, "unsteady", 5.0, 1000) == b"blob" and len(tries) == 2
     await founder.serve("swarm.blob.1/stall", stall)
     await founder.serve("swarm.blob.1/cut", cut)
     assert await client.fetch_blob(founder.peer_id, "manifest", 5.0, len(blob)) == blob

@@ -14,6 +14,14 @@ import pytest
 from swarm.sync import _Loop
 
 
+@pytest.fixture(autouse=True)
+def interrupts() -> Iterator[None]:
+    """Also where the tests run in the background of a shell, which ignores Ctrl-C for them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def loop() -> Iterator[_Loop]:
     loop = _Loop()
