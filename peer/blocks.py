@@ -27,13 +27,15 @@ from swarm.memory import Arena, placed_bytes
 from swarm.progress import Progress, silent
 
 FIRST_TABLE = 512  # positions
+Stretch = tuple[int, int, bool]  # positions [start, end) of a sequence, and whether it is in longrope's long regime
 
 
 class RotaryTables:
     """cos and sin of all positions so far, for each kind of rotary embedding that the span's blocks take.
 
     Computed by the library's own code, so equal to what it computes for one position at a time; here a pass
-    only takes rows. Tables double when a later position comes.
+    only takes rows. Tables double when a later position comes. With longrope each kind has two, by the regime of the
+    sequence; no honest sequence in the short one reaches beyond it, and rows there are those of the long one.
     """
 
     def __init__(
@@ -49,34 +51,44 @@ class RotaryTables:
         self._dtype = dtype
         self._device = torch.device(device)
         self._length = 0
-        self._tables: dict[str, tuple[torch.Tensor, torch.Tensor]] = dict.fromkeys(kinds, _NO_TABLE)
+        self._kinds = tuple(kinds)
+        self._short = family.short_context(config)
+        self._tables: dict[tuple[str, bool], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def rows(self, spans: Sequence[tuple[int, int]]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """For positions `[start, end)` of each span in turn: kind to (cos, sin), each [1, total, width]."""
-        if not self._tables:
+    def is_long(self, context: int) -> bool:
+        """Whether a sequence that is to hold so many positions is in the long regime."""
+        return self._short is not None and context > self._short
+
+    def rows(self, stretches: Sequence[Stretch]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """For the positions of each stretch in turn: kind to (cos, sin), each [1, total, width]."""
+        if not self._kinds:
             return {}
-        self._reach(max(end for _, end in spans))
-        picked = {}
-        for kind, (cos, sin) in self._tables.items():
-            picked[kind] = _rows_of(cos, spans), _rows_of(sin, spans)
-        return picked
+        self._reach(max(end for _, end, _ in stretches))
+        return {kind: (self._rows(kind, 0, stretches), self._rows(kind, 1, stretches)) for kind in self._kinds}
+
+    def _rows(self, kind: str, which: int, stretches: Sequence[Stretch]) -> torch.Tensor:
+        parts = [self._tables[kind, long][which][start:end] for start, end, long in stretches]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
     def _reach(self, positions: int) -> None:
         if positions <= self._length:
             return
         assert self._rotary is not None
         self._length = max(positions, 2 * self._length, FIRST_TABLE)
-        every = torch.arange(self._length, device=self._device)
-        for kind in self._tables:
-            self._tables[kind] = self._family.rotary_tables(self._rotary, kind, every, self._dtype)
+        for kind in self._kinds:
+            if self._short is None:
+                self._tables[kind, False] = self._table(kind, self._length)
+                continue
+            long = self._table(kind, max(self._length, self._short + 1))
+            short = self._table(kind, min(self._length, self._short))
+            beyond = (torch.cat([some, rest[self._short :]]) for some, rest in zip(short, long, strict=True))
+            self._tables[kind, True] = long
+            self._tables[kind, False] = short if self._length <= self._short else tuple(beyond)  # type: ignore[assignment]
 
-
-def _rows_of(table: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
-    parts = [table[start:end] for start, end in spans]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
-
-
-_NO_TABLE = (torch.empty(0), torch.empty(0))
+    def _table(self, kind: str, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._rotary is not None
+        every = torch.arange(length, device=self._device)
+        return self._family.rotary_tables(self._rotary, kind, every, self._dtype)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,6 +104,7 @@ class Blocks:
     few_rows: FewRows = field(repr=False)
     fused: FusedBlocks = field(repr=False)
     block_bytes: tuple[int, ...] = field(repr=False)
+    windows: dict[int, int] = field(repr=False)  # of blocks whose attention has one, once they have run
 
     @classmethod
     def load(
@@ -133,6 +146,7 @@ class Blocks:
         shape = cache_shape(config, family, dtype, device)
         distinct = tuple(dict.fromkeys(kind for kind in kinds if kind is not None))
         rotary = RotaryTables(family, config, distinct, dtype, device)
+        windows: dict[int, int] = {}
         return cls(
             span=span,
             family=family,
@@ -141,8 +155,9 @@ class Blocks:
             rotary=rotary,
             shape=shape,
             few_rows=few_rows,
-            fused=FusedBlocks(layers, kinds, rotary.rows, span.start, shape),
+            fused=FusedBlocks(layers, kinds, rotary.rows, span.start, shape, windows),
             block_bytes=tuple(_bytes_of(layer, None) for layer in layers),
+            windows=windows,
         )
 
     @property
@@ -159,7 +174,7 @@ class Blocks:
         """Empty memory for a session that runs blocks `[entry, exit)` of this span. Raises BadInput."""
         if not self.span.start <= entry < exit <= self.span.end:
             raise BadInput(f"blocks {entry}:{exit} are not served here ({self.span} are)")
-        return SeatCache(entry, exit, self.shape, budget)
+        return SeatCache(entry, exit, self.shape, budget, self.windows)
 
 
 def estimated_block_bytes(config: PreTrainedConfig, family: Family, index: int, dtype: torch.dtype) -> int:

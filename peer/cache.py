@@ -2,15 +2,16 @@
 
 A seat's memory is contiguous: a pass writes and reads it by slices. On a CPU it is a stretch of address space of which
 the system gives real pages as they are written and takes them back when they are given up: nothing is copied when a
-seat grows, and what is counted is what is used. Counted and granted in pages of 16 positions or a few more. Knows no
-session, no name, no network, and does not decide what to evict.
+seat grows, and what is counted is what is used. Counted and granted in pages of 16 positions or a few more. Of blocks
+whose attention looks no further back than a window, keys and values behind it are given back. Knows no session, no
+name, no network, and does not decide what to evict.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,8 @@ from routing.errors import BadInput, Overloaded
 
 PAGE = 16  # positions, at least
 ROOM = 16_384  # positions of address space to begin with
+GO_BACK = 256  # positions that a seat can go back however small its window
+DROP_LEAST = 256  # positions at once: each costs a system call a head
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux: address space is not counted as memory
 
 
@@ -40,17 +43,30 @@ class CacheShape:
 
     def position_bytes(self, blocks: int) -> int:
         """Bytes of one position of a seat that covers `blocks` blocks."""
-        return (2 * blocks * self.kv_heads * self.head_dim + self.hidden) * self.dtype.itemsize
+        return blocks * self.block_bytes + self.hidden * self.dtype.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one position's key and value in one block."""
+        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 class SeatCache:
     """Memory of one seat: one session in blocks `[entry, exit)`.
 
     Positions `[0, position)` are held. During a pass only the compute thread may touch it; between passes, its owner.
-    `capacity` is how many positions a budget has granted and may be written.
+    `capacity` is how many positions a budget has granted and may be written. `windows`: of the blocks that have one, in
+    positions; may become known later.
     """
 
-    def __init__(self, entry: int, exit: int, shape: CacheShape, budget: CacheBudget | None = None):
+    def __init__(
+        self,
+        entry: int,
+        exit: int,
+        shape: CacheShape,
+        budget: CacheBudget | None = None,
+        windows: Mapping[int, int] | None = None,
+    ):
         assert 0 <= entry < exit
         self.entry = entry
         self.exit = exit
@@ -58,6 +74,8 @@ class SeatCache:
         self.budget = budget
         self.position = 0
         self.capacity = 0
+        self._windows = {} if windows is None else windows
+        self._dropped: dict[int, int] = {}  # block -> positions before this one are not held
         self._memory = _Memory.nothing(exit - entry, shape)
 
     @property
@@ -81,34 +99,68 @@ class SeatCache:
         # A later pass may overwrite the journal while this is being sent.
         return self.journal[start:end].clone()
 
-    def truncate(self, position: int) -> None:
-        """Forgets the positions from `position` on, and gives their pages back. Raises BadInput if it is not within
-        what is held.
+    @property
+    def least_position(self) -> int:
+        """The least position to go back to, other than 0: before it, what a window reaches has been dropped."""
+        return max((start + self._windows[block] - 1 for block, start in self._dropped.items()), default=0)
+
+    def truncate(self, position: int) -> int:
+        """Forgets the positions from `position` on, and gives their pages back. The position reached: 0 if what a
+        window would reach is there no more. Raises BadInput if it is not within what is held.
         """
         if not 0 <= position <= self.position:
             raise BadInput(f"cannot go back to position {position}: {self.position} are held")
+        if position < self.least_position:
+            position = 0
         self.position = position
         self._shrink(self._whole_pages(position))
+        return position
+
+    def drop_behind_windows(self) -> None:
+        """Gives back what blocks with a window will not look at again."""
+        if self.shape.device.type != "cpu":
+            return
+        for block in range(self.entry, self.exit):
+            window = self._windows.get(block)
+            if window is None:
+                continue
+            start = self._dropped.get(block, 0)
+            # Only pages that no row needs which may still be asked for.
+            end = (self.position - window - GO_BACK) // self.shape.page * self.shape.page
+            if end - start >= DROP_LEAST:
+                self._memory.give_back_block(block - self.entry, start, end)
+                self._drop(block, start, end)
+
+    def _drop(self, block: int, start: int, end: int) -> None:
+        self._dropped[block] = end
+        if self.budget is not None:
+            self.budget.used_bytes -= (end - start) * self.shape.block_bytes
 
     def copy_prefix(self, other: SeatCache, positions: int) -> bool:
         """Takes the first `positions` of another seat of the same blocks, in place of what is held here. False, and
-        nothing has changed, if the budget has no room.
+        nothing has changed, if the budget has no room, or one of the two has dropped what would be needed.
         """
         assert (self.entry, self.exit, self.shape) == (other.entry, other.exit, other.shape)
         assert positions <= other.position
+        if self._dropped or positions < other.least_position:
+            return False
         try:
             self.reserve(positions)
         except Overloaded:
             return False
-        for mine, theirs in zip(self._memory.extents, other._memory.extents, strict=True):
-            for new, old in zip(mine, theirs, strict=True):
-                new[:, :, :positions] = old[:, :, :positions]
+        for block in range(self.entry, self.exit):
+            start = other._dropped.get(block, 0)
+            for new, old in zip(self.extents(block), other.extents(block), strict=True):
+                new[:, :, start:positions] = old[:, :, start:positions]
+            if start:
+                self._drop(block, 0, start)
         self.journal[:positions] = other.journal[:positions]
         self.position = positions
         return True
 
     def bytes_at(self, capacity: int) -> int:
-        return capacity * self.shape.position_bytes(self.exit - self.entry)
+        dropped = sum(min(start, capacity) for start in self._dropped.values())
+        return capacity * self.shape.position_bytes(self.exit - self.entry) - dropped * self.shape.block_bytes
 
     def capacity_for(self, positions: int) -> int:
         """What is granted so that `positions` fit: whole pages; where growing must copy, twice as much as before."""
@@ -150,6 +202,8 @@ class SeatCache:
             self.budget.release(self, capacity)
         else:
             self.capacity = capacity
+        if capacity == 0:
+            self._dropped.clear()
 
     def _whole_pages(self, positions: int) -> int:
         return -(-positions // self.shape.page) * self.shape.page
@@ -189,20 +243,25 @@ class _Memory:
 
     def give_back(self, start: int, end: int) -> None:
         """The system's pages of positions `[start, end)`."""
-        if self._mapping is None or not hasattr(mmap, "MADV_DONTNEED"):
-            return
+        for block in range(self._blocks):
+            self.give_back_block(block, start, end)
         shape, size = self._shape, self._shape.dtype.itemsize
-        row, journal_row = shape.head_dim * size, shape.hidden * size
-        stretches = 2 * self._blocks * shape.kv_heads
-        for index in range(stretches):
+        journal = 2 * self._blocks * shape.kv_heads * self.room * shape.head_dim * size
+        self._drop(journal, shape.hidden * size, start, end)
+
+    def give_back_block(self, block: int, start: int, end: int) -> None:
+        """The same of one block's keys and values."""
+        shape = self._shape
+        row, stretches = shape.head_dim * shape.dtype.itemsize, 2 * shape.kv_heads
+        for index in range(block * stretches, (block + 1) * stretches):
             self._drop(index * self.room * row, row, start, end)
-        self._drop(stretches * self.room * row, journal_row, start, end)
 
     def _drop(self, base: int, row: int, start: int, end: int) -> None:
+        if self._mapping is None or not hasattr(mmap, "MADV_DONTNEED"):
+            return
         first = -(-(base + start * row) // mmap.PAGESIZE) * mmap.PAGESIZE
         last = (base + end * row) // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first:
-            assert self._mapping is not None
             self._mapping.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 

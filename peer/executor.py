@@ -29,6 +29,7 @@ class PassItem:
 
     seat: SeatCache
     hidden: torch.Tensor
+    long: bool = False  # its sequence is in longrope's long regime
 
     @property
     def entry(self) -> int:
@@ -60,6 +61,7 @@ class Pass:
         _check(blocks, items)
         for item in items:
             item.seat.reserve(item.seat.position + item.hidden.shape[0])
+            item.seat.drop_behind_windows()  # not after the pass, which may have to be taken back
         dtype, device = blocks.shape.dtype, blocks.shape.device
         self._rows = [item.hidden.to(device=device, dtype=dtype) for item in items]
         self._steps = self._through_blocks()
@@ -118,20 +120,26 @@ class Pass:
             offset += count
         pack = Pack(segments)
         blocks, first = self._blocks, self._blocks.span.start
-        rotary = blocks.rotary.rows([(segment.past, segment.end) for segment in segments])
-        decode = len(pack.runs) == 1 and pack.runs[0].single and pack.runs[0].rows <= blocks.few_rows.most
-        for index in range(start - first, end - first):
-            layer, kind = blocks.layers[index], blocks.rotary_kinds[index]
-            if decode and kind is not None and (fused := blocks.fused.get(index)):
-                hidden = fused.run(hidden, rotary[kind], pack.runs[0])
-                yield hidden
-                continue
-            # `forward` itself: these layers have no hooks, and are not trained here.
-            if kind is None:
-                hidden = layer.forward(hidden, attention_mask=None, pack=pack)
-            else:
-                hidden = layer.forward(hidden, attention_mask=None, position_embeddings=rotary[kind], pack=pack)
+        stretches = [(item.seat.position, item.seat.position + item.hidden.shape[0], item.long) for item in items]
+        rotary = blocks.rotary.rows(stretches)
+        index = start - first
+        while index < end - first:
+            hidden, done = blocks.fused.run(hidden, rotary, pack, index, end - first)
+            if not done:
+                hidden, done = self._run_layer(index, hidden, rotary, pack), 1
+                if pack.window is not None:
+                    blocks.windows[first + index] = pack.window
+            index += done
             yield hidden
+
+    def _run_layer(
+        self, index: int, hidden: torch.Tensor, rotary: dict[str, tuple[torch.Tensor, torch.Tensor]], pack: Pack
+    ) -> torch.Tensor:
+        layer, kind = self._blocks.layers[index], self._blocks.rotary_kinds[index]
+        # `forward` itself: these layers have no hooks, and are not trained here.
+        if kind is None:
+            return layer.forward(hidden, attention_mask=None, pack=pack)
+        return layer.forward(hidden, attention_mask=None, position_embeddings=rotary[kind], pack=pack)
 
 
 class Executor:

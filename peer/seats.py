@@ -27,7 +27,9 @@ class SeatStore(Protocol):
 
     @property
     def position(self) -> int: ...
-    def truncate(self, position: int) -> None: ...
+    def truncate(self, position: int) -> int:
+        """Forget what is from `position` on. The position reached, which is 0 if the store cannot stop there."""
+
     def rows(self, start: int, end: int) -> Any: ...
     def evict(self) -> None:
         """Give all memory back; position 0."""
@@ -165,6 +167,9 @@ class Seat:
             if frame.type is FrameType.FILL:
                 return  # a FILL never rolls back
             self.truncate(at)  # a real rollback; an append must not forget what was asked for
+            if self.position < at:
+                self._wait(frame)
+                return
         work = Work(self, frame, at, frame.end, same, self.session.now)
         self.working = work
         self.session.run(work)
@@ -250,8 +255,8 @@ class Seat:
         self.ask(max(ends))
 
     def truncate(self, position: int) -> None:
-        del self.names[(position + 1) * NAME_BYTES :]
-        self.store.truncate(position)
+        reached = self.store.truncate(position)
+        del self.names[(reached + 1) * NAME_BYTES :]
         self.asked_to = -1  # what was asked for starts above where we stand now
 
     def evict(self, position: int = 0) -> None:

@@ -42,6 +42,7 @@ MOST_QUEUED = 256  # frames for a peer that is being dialled
 SMOOTHING = 0.1  # of a new measurement
 PREFILL_SHARE = 0.5  # of a decode pass's time: what prefill has between two of them at least
 MEASURED_WEIGHTS = 56  # of a small model's eight blocks
+TUNE_LATER_S = 1.0  # between two measurements while there is other work
 
 
 @dataclass(slots=True)
@@ -76,7 +77,8 @@ class _Batch:
     def __init__(self, works: list[Work], begun: float):
         self.done = [_Done(work) for work in works]
         self.begun = begun
-        self.running: list[_Done] = []  # those with good input, in the order of the pass's items
+        self.running: list[_Done] = []  # those whose rows could be read
+        self.items: list[PassItem] = []  # theirs
         self.packed: Pass | None = None
         self.seconds = 0.0  # of computing
 
@@ -131,6 +133,10 @@ class Service:
         """What sessions may still take: what closed ones left goes first."""
         kept = (store for store in self.table.prefixes.stores() if isinstance(store, SeatCache))
         return self.budget.free_bytes + sum(store.nbytes for store in kept)
+
+    @property
+    def _busy(self) -> bool:
+        return self._prefill is not None or len(self._scheduler) > 0
 
     async def watch(self) -> None:
         """Ends only with an error: a peer that cannot compute any more must not seem to serve. Raises SwarmError."""
@@ -268,6 +274,8 @@ class Service:
         if not weights or not await native.prepare():
             return
         for step in self.blocks.few_rows.measuring(weights[:MEASURED_WEIGHTS]):
+            if self._busy:
+                await asyncio.sleep(TUNE_LATER_S)
             await self._thread.run(step)
 
     # -- passes ----------------------------------------------------------------------------------------------
@@ -332,10 +340,10 @@ class Service:
         the end was reached."""
         try:
             if batch.packed is None:
-                items = self._good_input(batch)
-                if not items:
+                batch.items = self._good_input(batch)
+                if not batch.items:
                     return True
-                batch.packed = self._executor.begin(items)
+                batch.packed = self._executor.begin(batch.items)
             if not batch.packed.advance(lambda seconds: self._scheduler.decode_waits and seconds >= least_s):
                 return False
         except (BadInput, Overloaded, RuntimeError) as error:  # torch says RuntimeError for all that it cannot do
@@ -346,27 +354,32 @@ class Service:
         result = batch.packed.result
         assert result is not None
         batch.seconds = result.seconds
-        for entry, finite in zip(batch.running, result.finite, strict=True):
+        for entry, item, finite in zip(batch.running, batch.items, result.finite, strict=True):
             if not finite:
                 entry.work.seat.store.truncate(entry.work.start)
-                entry.problem = Problem("nonfinite-output", "the output has values that are not finite")
+                entry.problem = self._not_finite(entry.work, item.hidden)
         return True
 
+    def _not_finite(self, work: Work, hidden: torch.Tensor) -> Problem:
+        """Whose fault. What comes in so goes out so: asked before each pass, it would cost all that are well."""
+        if torch.isfinite(hidden).all():
+            return Problem("nonfinite-output", "the output has values that are not finite")
+        edge = (self.table.upstream_of(work), self.me)
+        return Problem("nonfinite-input", "the input has values that are not finite", edge)
+
     def _good_input(self, batch: _Batch) -> list[PassItem]:
-        """A work with bad input is left out; all others run."""
+        """A work whose rows cannot be read is left out; all others run."""
         items = []
         for entry in batch.done:
-            edge = (self.table.upstream_of(entry.work), self.me)
             try:
                 rows = self._rows(entry.work)
-                if bool(torch.isfinite(rows).all()):
-                    assert isinstance(entry.work.seat.store, SeatCache)
-                    items.append(PassItem(entry.work.seat.store, rows))
-                    batch.running.append(entry)
-                else:
-                    entry.problem = Problem("nonfinite-input", "the input has values that are not finite", edge)
             except ProtocolError as error:
-                entry.problem = Problem("bad-rows", str(error), edge)
+                entry.problem = Problem("bad-rows", str(error), (self.table.upstream_of(entry.work), self.me))
+            else:
+                assert isinstance(entry.work.seat.store, SeatCache)
+                long = self.blocks.rotary.is_long(entry.work.seat.session.context)
+                items.append(PassItem(entry.work.seat.store, rows, long))
+                batch.running.append(entry)
         return items
 
     def _rows(self, work: Work) -> torch.Tensor:

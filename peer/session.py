@@ -28,6 +28,7 @@ class PeerSession:
         self.epoch, self.nonce = -1, b""
         self.route: tuple[OpenHop, ...] = ()
         self.codec = Codec.FP32
+        self.context = 0
         self.seats: dict[tuple[int, int], Seat] = {}
         self.chunk = table.limits.chunk
         self.heard_at = self.client_gone_at = table.now
@@ -48,6 +49,7 @@ class PeerSession:
         body: Open = frame.body
         self.epoch, self.nonce, self.route = frame.epoch, body.nonce, body.route
         self.client, self.codec, self.abandoned = link, Codec(body.codec), False
+        self.context = body.context
         self._window = window_positions(self.table.row_bytes(self.codec))
         self._outflows, self._inflows = {}, {}
         mine = {self.seat_key(hop): index for index, hop in enumerate(body.route) if hop.peer_id == self.table.me}

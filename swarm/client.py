@@ -75,6 +75,7 @@ class SwarmClient:
     def __init__(self, checkpoint: Checkpoint, family: Family, join: JoinCode, config: ClientConfig):
         self.checkpoint, self.family, self.join, self.config = checkpoint, family, join, config
         self.n_blocks = family.n_blocks(text_config(checkpoint.config))
+        self.short_context = family.short_context(text_config(checkpoint.config))
         self.view = View({}, self.n_blocks)
         self.costs = Costs(CostSettings(hop_s=HOP_S))
         self.health = Health()

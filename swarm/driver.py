@@ -21,15 +21,15 @@ from swarm.frames import Codec, Frame, FrameType, HopTiming, Open, OpenHop, Step
 from swarm.names import NameChain
 
 NO_LIMIT = 2**32 - 1
-PASS_POSITIONS = 64  # what a pass costs beside its positions, in positions: measured 65 in fp32, 130 in bf16
-LEAST_CHUNK, MOST_CHUNK, MOST_PIPELINED = 64, 512, 192
+PASS_POSITIONS = 64  # what a pass costs beside its positions, in positions: measured 65 in fp32 and bf16
+LEAST_CHUNK, MOST_CHUNK, MOST_PIPELINED = 64, 512, 200
 
 
 def prefill_chunk(positions: int, hops: int) -> int:
     """Positions a frame for a prompt of so many: small chunks keep all hops at work, large ones compute faster.
 
     n positions in chunks of c take (n / c + hops - 1) passes of time a + b c one after the other: least at
-    c = sqrt(n (a / b) / (hops - 1)). Between hops never more than 192: the tokens of others wait for one block of a
+    c = sqrt(n (a / b) / (hops - 1)). Between hops never more than 200: the tokens of others wait for one block of a
     chunk, and for long prompts that costs 5 % of the time. All chunks are of about one size: a small rest would cost a
     pass for little.
     """
@@ -80,7 +80,6 @@ class DriverConfig:
     codec: Codec = Codec.FP32
     row_bytes: int = 4
     numeric_class: int = 0
-    context: int = 0
 
 
 class Driver:
@@ -100,6 +99,7 @@ class Driver:
         self.id, self.nonce, self.config = session_id, nonce, config or DriverConfig()
         self._embed, self._read = embed, read
         self.names = names
+        self.context = 0  # as OPEN says it
         self.tokens: list[int] = []
         self.epoch = -1
         self.route: Route | None = None
@@ -160,6 +160,13 @@ class Driver:
         self.done_to = min(self.done_to, position)
         self.awaiting, self._results = False, {}
 
+    def rename(self, names: NameChain, context: int) -> None:
+        """From now on all tokens have names of another root, so that what peers hold is computed anew. They learn it by
+        an epoch: the caller gives a route again, if there is one."""
+        assert not self.awaiting
+        names.extend(self.tokens)
+        self.names, self.context = names, context
+
     def open(self, route: Route, addresses: Mapping[PeerId, Sequence[str]], now: float, warm: int = 0) -> None:
         """Take a route: at the start, after NeedRoute, or to move to a better one. `warm`: positions that earlier
         sessions probably left at all its hops; they are not sent. Where that is wrong, gaps bring them."""
@@ -184,7 +191,7 @@ class Driver:
             need_end=start,
             codec=self.config.codec,
             numeric_class=self.config.numeric_class,
-            context=self.config.context,
+            context=self.context,
         )
         self._seats.update((hop.peer_id, hop.entry, hop.exit) for hop in route)
         for peer_id in sorted(route.peers):

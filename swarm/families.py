@@ -28,8 +28,8 @@ from transformers.core_model_loading import (
 
 from routing.errors import BadInput, DamagedWeights, UnsupportedFamily
 
-# Their frequencies depend on the position alone. "dynamic" and "longrope" depend on the length of the whole
-# sequence, which differs between the sessions of one pass.
+# Their frequencies depend on the position alone. Those of "dynamic" and "longrope" depend on the length of the whole
+# sequence, which differs between the sessions of one pass: longrope's two regimes are kept apart (`short_context`).
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 
 LLAMA_ROOTS = ("model.", "")  # with the head, or saved from the base model alone
@@ -52,6 +52,7 @@ class Family:
     embed: str = "embed_tokens.weight"
     embed_scale_key: str | None = None  # the configuration's name for what embeddings are multiplied with
     scaled_embedding: bool = False  # embeddings are multiplied with the root of their size (gemma)
+    longrope: bool = False  # the library's `generate` computes a sequence anew that outgrows the short regime
     position_embed: str | None = None  # learned positions are the client's, added to the embeddings
     position_offset: int = 0  # rows before that of position 0
     norm: str = "norm"
@@ -184,10 +185,18 @@ class Family:
             return None
         return config.layer_types[index] if self.rotary_per_layer_type else ""
 
+    def short_context(self, config: PreTrainedConfig) -> int | None:
+        """The length beyond which all of a sequence takes longrope's long regime; None if the model has no regimes."""
+        if "longrope" not in _rope_types(config):
+            return None
+        return int(config.rope_parameters["original_max_position_embeddings"])
+
     def rotary_tables(
         self, rotary: torch.nn.Module, kind: str, positions: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [N, width] for `positions` [N], by the library's own code."""
+        """cos and sin [N, width] for `positions` [N], by the library's own code. With longrope, the greatest position
+        decides the regime of all.
+        """
         like = torch.empty(0, dtype=dtype, device=positions.device)
         cos, sin = rotary(like, positions[None], kind) if kind else rotary(like, positions[None])
         return cos[0], sin[0]
@@ -220,7 +229,7 @@ SUPPORTED: dict[str, Family] = {
         Family(name="qwen3", classes="Qwen3"),
         Family(name="mixtral", classes="Mixtral"),
         Family(name="qwen3_moe", classes="Qwen3Moe"),
-        Family(name="phi3", classes="Phi3"),
+        Family(name="phi3", classes="Phi3", longrope=True),
         Family(
             name="granite",
             classes="Granite",
@@ -338,7 +347,7 @@ def family_of(config: PreTrainedConfig) -> Family:
             f"the family {config.model_type!r} is not supported{reason}",
             advice=f"Supported are: {', '.join(sorted(SUPPORTED))}.",
         )
-    for problem in _unsupported_features(inner):
+    for problem in _unsupported_features(family, inner):
         raise UnsupportedFamily(
             f"this {family.name} model uses {problem}, which is not supported",
             advice="Use a model of this family without it.",
@@ -351,8 +360,9 @@ def family_of(config: PreTrainedConfig) -> Family:
     return family
 
 
-def _unsupported_features(config: PreTrainedConfig) -> list[str]:
-    problems = [f"rope of type {kind!r}" for kind in _rope_types(config) if kind not in STATIC_ROPE]
+def _unsupported_features(family: Family, config: PreTrainedConfig) -> list[str]:
+    known = STATIC_ROPE | ({"longrope"} if family.longrope else set())
+    problems = [f"rope of type {kind!r}" for kind in _rope_types(config) if kind not in known]
     if getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
         problems.append("bidirectional attention")
     if getattr(config, "add_cross_attention", False):

@@ -1,12 +1,13 @@
 """What layers do with few rows, which is what decoding is made of, and which kernel does it: products and norms.
 
-Products have three kernels, all of torch's meaning: ours (`native.cpp`), the library's with the weight as the left
+Products have three kernels, all of torch's meaning: ours (`kernels/`), the library's with the weight as the left
 operand (bf16: as the right one it is packed anew in every call), and plain `F.linear`. One thread, all linears of 15
-blocks of SmolLM2 in huge pages, ms at 1 / 4 / 8 / 16 / 32 rows: fp32 ours 14.9 / 18 / 21 / 33 / 52, F.linear 17.4 / 29
-/ 36 / 37 / 46; bf16 ours 9.6 / 10.5 / 13 / 24 / 45, weight first 13.4 / 14 / 14.5 / 15.6 / 20, F.linear 18.5 / 19 / 19
-/ 20 / 22.
+blocks of SmolLM2 in huge pages, ms at 1 / 4 / 8 / 16 / 32 rows: fp32 ours 14.9 / 18 / 21 / 33 / 52, F.linear 17.4 /
+29 / 36 / 37 / 46; bf16 ours 9.6 / 10.5 / 13 / 24 / 45, with a matrix unit (AMX) 8.2 / 8.1 / 8.6 / 8.7 / 11, weight
+first 13.4 / 14 / 14.5 / 15.6 / 20, F.linear 18.5 / 19 / 19 / 20 / 22. In bf16 at 64 / 128 / 256 / 512 rows: ours with
+a matrix unit 13.8 / 21 / 37 / 63, the library's best 19.3 / 30 / 38 / 58.
 
-A norm of one row of 576 is eight operations of the library, 17 us in fp32 and 43 in bf16, and one of ours, 4 and 8.
+A norm of one row of 576 is eight operations of the library, 17 us in fp32 and 43 in bf16, and one of ours, 4 and 5.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from swarm import native
 WEIGHT_FIRST = 64  # rows: up to here the left operand pays in bf16
 UNMEASURED = {torch.float32: 12, torch.bfloat16: 4}  # rows up to which ours is taken, until this machine was measured
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-COUNTS = (1, 2, 4, 8, 12, 16, 24, 32)  # of rows, to measure at
+COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 96, 128, 192, 256)  # of rows, to measure at
+GIVEN_UP = 2  # counts in a row at which the library was faster
 
 
 class FewRows:
@@ -36,7 +38,7 @@ class FewRows:
         """Steps of a few tens of milliseconds, to be called one after the other between other work; `most` is right
         after the last. `weights` should be more than the caches hold that serve one core.
         """
-        most = 0
+        most = lost = 0
         for rows in COUNTS:
             inputs = {weight.shape[1]: torch.ones(1, rows, weight.shape[1], dtype=weight.dtype) for weight in weights}
             ours, library = _Timing(native.kernels().linear, inputs), _Timing(_of_library, inputs)
@@ -44,7 +46,11 @@ class FewRows:
                 yield partial(ours.take, weights)
                 yield partial(library.take, weights)
             if ours.least < library.least:
-                most = rows
+                most, lost = rows, 0
+            else:
+                lost += 1
+            if lost == GIVEN_UP:
+                break
         self.most = most
 
 
@@ -133,6 +139,6 @@ class FewRowsNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kernels = native.kernels()
-        if kernels is None or x.numel() > WEIGHT_FIRST * x.shape[-1]:
+        if kernels is None:
             return self.library(x)
         return kernels.rms_norm(x.contiguous(), self.library.weight, self.epsilon)

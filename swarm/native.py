@@ -1,4 +1,4 @@
-"""Builds and loads the kernels of `native.cpp`: once a machine, in the background, with whatever C++ compiler it has.
+"""Builds and loads the kernels of `kernels/`: once a machine, in the background, with whatever C++ compiler it has.
 
 Without a compiler, or with `SWARM_NATIVE=0`, everything runs on torch's own kernels, slower. What was built is tried
 out by a process of its own before anyone loads it, so that a compiler's fault cannot take a peer down.
@@ -32,7 +32,7 @@ from routing.errors import SwarmError
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCES = Path(__file__).with_name("kernels")
 BUILD_S = 300.0
 CHECK_S = 60.0
 SWITCH = "SWARM_NATIVE"
@@ -113,14 +113,20 @@ def try_out(ops: Any) -> None:
     """Raises BuildError unless the kernels agree with torch's."""
     torch.manual_seed(0)
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 5e-2)):
-        for rows, inputs, outputs in ((1, 576, 192), (3, 100, 7), (9, 64, 33)):
+        for rows, inputs, outputs in ((1, 576, 192), (3, 100, 7), (9, 64, 33), (40, 64, 48)):
             x, bias = torch.randn(1, rows, inputs).to(dtype), torch.randn(outputs).to(dtype)
             weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
             for given in (None, bias):
                 _same(ops.linear(x, weight, given), F.linear(x, weight, given), tolerance)
         x, weight = torch.randn(3, 100).to(dtype), torch.randn(100).to(dtype)
         _same(ops.rms_norm(x, weight, 1e-5), F.rms_norm(x, (100,), weight, 1e-5), tolerance)
+        gate, up = torch.randn(2, 5, 100).to(dtype)
+        _same(ops.gated(gate, up), F.silu(gate) * up, tolerance)
         width = 2 * ops.lanes()
+        heads, (cos, sin) = torch.randn(1, 5, 3, width).to(dtype), torch.randn(2, 1, 5, width).to(dtype)
+        half = width // 2
+        turned = torch.cat([-heads[..., half:], heads[..., :half]], -1)
+        _same(ops.rotated(heads, cos, sin), heads * cos[:, :, None] + turned * sin[:, :, None], tolerance)
         query, key, value = (torch.randn(1, heads, 2, width).to(dtype) for heads in (6, 2, 2))
         held = [torch.randn(1, 2, 20, width).to(dtype) for _ in range(4)]
         pasts = [5, 19]
@@ -139,7 +145,8 @@ def _same(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
 def _target(folder: Path | None) -> Path:
     """Where the kernels for this source, torch and processor lie."""
     key = hashlib.sha256()
-    for part in (SOURCE.read_bytes(), torch.__version__.encode(), platform.machine().encode(), _processor()):
+    sources = [path.read_bytes() for path in sorted(SOURCES.iterdir())]
+    for part in (*sources, torch.__version__.encode(), platform.machine().encode(), _processor()):
         key.update(hashlib.sha256(part).digest())
     return (folder or default_folder()) / f"{key.hexdigest()[:24]}.so"
 
@@ -160,9 +167,9 @@ def _compile_command(output: Path) -> list[str]:
     command = [
         *(["nice", "-n", "19"] if shutil.which("nice") else []),
         *compiler.split(),
-        *("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-w"),
+        *("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-fvisibility=hidden", "-w"),
         f"-I{torch_folder / 'include'}",
-        str(SOURCE),
+        str(SOURCES / "library.cpp"),
         *("-o", str(output)),
         f"-L{torch_folder / 'lib'}",
         *("-ltorch_cpu", "-lc10"),

@@ -90,7 +90,7 @@ class Session:
         self.driver = Driver(
             session_id=self.id,
             nonce=secrets.token_bytes(8),
-            names=NameChain(client.name_secret, self._root(client, config)),
+            names=self._chain(long=False),
             embed=self._embed,
             read=self._read,
             config=DriverConfig(
@@ -118,11 +118,22 @@ class Session:
         self._full = False  # a peer that could help was full
         self._closed = False
 
-    def _root(self, client: SwarmClient, config: SessionConfig) -> bytes:
-        """What must not be shared has another root: other codecs, what was computed before a peer was found wrong, and
-        a session that wants to be alone."""
-        alone = b"" if config.share_prefixes else self.id
-        return b"/".join((config.codec.name.encode(), b"%d" % client.scope, alone))
+    def _chain(self, long: bool) -> NameChain:
+        """What must not be shared has another root: other codecs, what was computed before a peer was found wrong, a
+        session that wants to be alone, longrope's other regime."""
+        alone = b"" if self.config.share_prefixes else self.id
+        parts = self.config.codec.name.encode(), b"%d" % self.client.scope, alone, b"long" if long else b""
+        return NameChain(self.client.name_secret, b"/".join(parts))
+
+    def _keep_to_one_regime(self, positions: int, now: float) -> None:
+        """With longrope, a sequence that outgrows the short regime is computed anew in the long one, as the library's
+        `generate` does; one that was taken back far enough, in the short one."""
+        short, driver = self.client.short_context, self.driver
+        if short is None or (driver.context > short) == (positions > short):
+            return
+        driver.rename(self._chain(long=positions > short), positions)
+        if driver.route is not None and not driver.healing:
+            driver.open(driver.route, {peer_id: self.client.addresses(peer_id) for peer_id in driver.route.peers}, now)
 
     # -- what a generation needs -----------------------------------------------------------------------------
 
@@ -163,6 +174,7 @@ class Session:
         self._trouble_since, self._full = None if self._healing is None else now, False
         if self._patience is not None:
             self._patience.reschedule(asyncio.get_running_loop().time() + self._limit_s)
+        self._keep_to_one_regime(self.position + len(token_ids), now)
         self.driver.step(token_ids, now)
         self.act()
         if self._healing is None and (self.driver.route is None or self.driver.healing):

@@ -70,6 +70,18 @@ EXTRA: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 128},
     "gpt_oss": {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
+# Overrides for phi3: sequences of more than 24 positions take other frequencies.
+LONGROPE: dict[str, Any] = {
+    "original_max_position_embeddings": 24,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "original_max_position_embeddings": 24,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.5, 2.0, 3.0, 4.0],
+    },
+}
 # Both kinds of layers, also in a shallow model.
 ALTERNATING = ("gemma2", "gemma3_text", "olmo3", "cohere2", "exaone4", "gpt_oss")
 QK_NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm", "q_layernorm", "k_layernorm")

@@ -20,7 +20,7 @@ from routing.types import Span
 from swarm.checkpoint import open_checkpoint
 from swarm.families import family_of
 from swarm.memory import ALIGNMENT, HUGE_PAGE
-from tests.tiny import FAMILIES, make_tiny
+from tests.tiny import FAMILIES, LONGROPE, make_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -128,7 +128,7 @@ def test_rotary_tables_are_exactly_the_librarys(checkpoint, dtype):
     kinds = sorted({kind for i in range(4) if (kind := family.rotary_kind(config, i)) is not None})
     tables = RotaryTables(family, config, kinds, dtype, "cpu")
     for spans in ([(5, 6)], [(0, 3), (40, 41), (7, 9)], [(700, 703)], [(3, 5), (1500, 1501)]):
-        rows = tables.rows(spans)
+        rows = tables.rows([(start, end, False) for start, end in spans])
         assert sorted(rows) == kinds
         for kind in kinds:
             positions = torch.cat([torch.arange(start, end) for start, end in spans])
@@ -137,11 +137,28 @@ def test_rotary_tables_are_exactly_the_librarys(checkpoint, dtype):
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(rows[kind], expected, strict=True))
 
 
+def test_longrope_has_tables_for_each_regime(tmp_path):
+    """Whatever else is asked for in the same pass or was asked for before."""
+    checkpoint = open_checkpoint(str(make_tiny("phi3", tmp_path, **LONGROPE)))
+    family = family_of(checkpoint.config)
+    rotary = family.rotary(checkpoint.config)
+    tables = RotaryTables(family, checkpoint.config, [""], torch.float32, "cpu")
+    assert [tables.is_long(context) for context in (0, 24, 25)] == [False, False, True]
+    like = torch.empty(1, 1)
+    for last in (10, 24, 600, 2000):
+        for long in (False, True):
+            cos, _ = tables.rows([(5, 9, long), (last - 3, last, True)])[""]
+            expected, _ = rotary(like, torch.arange(25 if long else 24)[None])
+            assert torch.equal(cos[0, :4], expected[0, 5:9])
+            expected, _ = rotary(like, torch.arange(max(25, last))[None])
+            assert torch.equal(cos[0, 4:], expected[0, last - 3 : last])
+
+
 def test_gemma3_has_two_kinds_of_rotary_embedding(tmp_path):
     checkpoint = open_checkpoint(str(make_tiny("gemma3_text", tmp_path)))
     blocks = Blocks.load(checkpoint, family_of(checkpoint.config), Span(0, 4), torch.float32)
     assert blocks.rotary_kinds == ("sliding_attention", "full_attention") * 2
-    tables = blocks.rotary.rows([(0, 9)])
+    tables = blocks.rotary.rows([(0, 9, False)])
     assert not torch.equal(tables["sliding_attention"][0], tables["full_attention"][0])
 
 

@@ -15,12 +15,14 @@ from routing.errors import BadInput, Overloaded
 
 SHAPE = CacheShape(kv_heads=2, head_dim=64, hidden=8, dtype=torch.float32, device=torch.device("cpu"))
 PAGE = SHAPE.page
+WINDOWS = {0: 20, 2: 3 * PAGE}  # of blocks
 
 
 def fill(seat: SeatCache, positions: int) -> None:
-    """Appends positions whose content says which they are."""
+    """Appends positions whose content says which they are, as a pass does."""
     end = seat.position + positions
     seat.reserve(end)
+    seat.drop_behind_windows()
     marks = torch.arange(seat.position, end, dtype=torch.float32)
     for block in range(seat.entry, seat.exit):
         keys, values = seat.extents(block)
@@ -34,11 +36,11 @@ def holds(seat: SeatCache) -> bool:
     marks = torch.arange(seat.position, dtype=torch.float32)
     for block in range(seat.entry, seat.exit):
         keys, values = seat.extents(block)
-        expected = (marks + 1000 * block)[:, None].expand(2, -1, 64)
-        if not (
-            torch.equal(keys[0, :, : seat.position], expected) and torch.equal(values[0, :, : seat.position], -expected)
-        ):
-            return False
+        first = max(0, seat.position + 1 - WINDOWS[block]) if seat._windows and block in WINDOWS else 0
+        expected = (marks[first:] + 1000 * block)[:, None].expand(2, -1, 64)
+        for held, wanted in ((keys, expected), (values, -expected)):
+            if not torch.equal(held[0, :, first : seat.position], wanted):
+                return False
     return torch.equal(seat.rows(0, seat.position), marks[:, None].expand(-1, 8))
 
 
@@ -185,16 +187,80 @@ def test_the_least_recently_used_seat_comes_first():
     assert list(budget.least_recent()) == [third, first]
 
 
+@pytest.fixture
+def little_slack(monkeypatch):
+    monkeypatch.setattr(cache, "GO_BACK", 5)
+    monkeypatch.setattr(cache, "DROP_LEAST", PAGE)
+
+
+@pytest.mark.usefixtures("little_slack")
+def test_what_lies_behind_a_window_is_given_back():
+    budget = CacheBudget(10**9)
+    windows: dict[int, int] = {}
+    seat = SeatCache(0, 3, SHAPE, budget, windows)
+    fill(seat, 39 * PAGE)
+    before = resident_bytes(seat)  # its neighbours may be counted with it
+    windows.update(WINDOWS)
+    fill(seat, PAGE)
+    assert holds(seat) and seat.position == 40 * PAGE
+    dropped = (37 + 35) * PAGE  # 20 + 5 positions stay, or 3 pages + 5
+    assert budget.used_bytes == seat.nbytes == seat.position * SHAPE.position_bytes(3) - dropped * SHAPE.block_bytes
+    assert before - resident_bytes(seat) >= (dropped - 3 * PAGE) * SHAPE.block_bytes - mmap.PAGESIZE
+    seat.evict()
+    assert budget.used_bytes == 0 and seat.least_position == 0
+    fill(seat, 5)
+    assert holds(seat) and budget.used_bytes == seat.nbytes
+
+
+@pytest.mark.usefixtures("little_slack")
+def test_it_goes_back_a_little_or_all_the_way():
+    seat = SeatCache(0, 3, SHAPE, CacheBudget(10**9), WINDOWS)
+    for _ in range(9):
+        fill(seat, PAGE)
+    assert seat.truncate(8 * PAGE - 5) == 8 * PAGE - 5 and holds(seat)
+    assert 0 < seat.least_position <= 8 * PAGE - 5
+    assert seat.truncate(seat.least_position) == seat.position and holds(seat)
+    assert seat.truncate(seat.least_position - 1) == 0 == seat.position == seat.nbytes
+    fill(seat, 3 * PAGE)
+    assert holds(seat)
+
+
+@pytest.mark.usefixtures("little_slack")
+def test_a_prefix_is_taken_from_what_has_dropped_a_part_if_it_has_the_rest():
+    budget = CacheBudget(10**9)
+    donor = SeatCache(0, 3, SHAPE, budget, WINDOWS)
+    for _ in range(9):
+        fill(donor, PAGE)
+    short, long = (SeatCache(0, 3, SHAPE, budget, WINDOWS) for _ in range(2))
+    assert not short.copy_prefix(donor, donor.least_position - 1) and short.position == 0
+    assert long.copy_prefix(donor, donor.least_position) and holds(long)
+    assert budget.used_bytes == donor.nbytes + long.nbytes
+    assert long.least_position == donor.least_position
+    assert not long.copy_prefix(donor, donor.position) and holds(long)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 2), st.sampled_from(["claim", "fill", "truncate", "evict"]), st.integers(1, 60)),
+        st.tuples(
+            st.integers(0, 3),
+            st.sampled_from(["claim", "fill", "fill", "truncate", "evict", "copy"]),
+            st.integers(1, 60),
+        ),
         max_size=40,
     )
 )
 def test_the_account_is_the_sum_of_what_was_granted(actions):
-    budget = CacheBudget(12 * PAGE * SHAPE.position_bytes(1))
-    seats = [SeatCache(0, 1, SHAPE, budget), SeatCache(1, 2, SHAPE, budget), SeatCache(0, 3, SHAPE, budget)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "GO_BACK", 5)
+        patch.setattr(cache, "DROP_LEAST", PAGE)
+        _check_account(actions)
+
+
+def _check_account(actions):
+    budget = CacheBudget(30 * PAGE * SHAPE.position_bytes(1))
+    seats = [SeatCache(0, 1, SHAPE, budget), SeatCache(1, 2, SHAPE, budget), SeatCache(0, 3, SHAPE, budget, WINDOWS)]
+    seats.append(SeatCache(0, 3, SHAPE, budget, WINDOWS))
     for index, action, amount in actions:
         seat = seats[index]
         if action == "claim":
@@ -203,7 +269,11 @@ def test_the_account_is_the_sum_of_what_was_granted(actions):
         elif action == "fill" and budget.can_hold(seat, seat.position + amount):
             fill(seat, amount)
         elif action == "truncate":
-            seat.truncate(min(seat.position, amount))
+            wanted = max(0, seat.position - amount)
+            assert seat.truncate(wanted) in (0, wanted)
+        elif action == "copy" and index >= 2:
+            other = seats[5 - index]
+            seat.copy_prefix(other, min(other.position, amount * 8))
         elif action == "evict":
             seat.evict()
         assert budget.used_bytes == sum(seat.nbytes for seat in seats) <= budget.limit_bytes

@@ -11,16 +11,17 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
+from peer import cache
 from peer.attention import packed_attention
 from peer.blocks import Blocks
-from peer.cache import CacheBudget
+from peer.cache import CacheBudget, CacheShape, _Memory
 from peer.executor import Executor, PassItem
 from routing.errors import BadInput, Overloaded
 from routing.types import Span
 from swarm.checkpoint import open_checkpoint
 from swarm.families import family_of
 from swarm.head import Head
-from tests.tiny import FAMILIES, VOCAB, make_tiny
+from tests.tiny import EXTRA, FAMILIES, LONGROPE, VOCAB, WINDOW, make_tiny
 
 TOLERANCE = 1e-4  # of the largest value
 LENGTHS = (34, 27, 21)
@@ -35,6 +36,7 @@ class Tiny:
     """A tiny model, whole and in pieces, and what the local model says of three sequences."""
 
     def __init__(self, family: str, folder) -> None:
+        self.name = family
         self.checkpoint = open_checkpoint(str(make_tiny(family, folder)))
         self.family = family_of(self.checkpoint.config)
         self.head = Head.load(self.checkpoint, self.family, torch.float32)
@@ -155,6 +157,48 @@ def test_truncated_and_computed_again_is_the_same(tiny):
     assert worst([seat.rows(0, 34)], [tiny.states[0][4]]) <= TOLERANCE
 
 
+def test_what_lies_behind_a_window_is_not_missed(kernels, tiny, monkeypatch):
+    """Given back as soon as can be, and destroyed."""
+    destroyed = []
+
+    def destroy(memory: _Memory, block: int, start: int, end: int) -> None:
+        for tensor in memory.extents[block]:
+            tensor[:, :, start:end] = float("nan")
+        destroyed.append(block)
+
+    monkeypatch.setattr(_Memory, "give_back_block", destroy)
+    monkeypatch.setattr(cache, "GO_BACK", 0)
+    monkeypatch.setattr(cache, "DROP_LEAST", 1)
+    monkeypatch.setattr(CacheShape, "page", 1)
+    seats = [tiny.blocks.seat(0, 4) for _ in LENGTHS]
+    outputs = run_passes(tiny.blocks, seats, embedded(tiny))
+    assert worst(outputs, [states[4] for states in tiny.states]) <= TOLERANCE
+    assert set(destroyed) == set(tiny.blocks.windows)
+    assert set(tiny.blocks.windows.values()) <= {WINDOW}
+    assert bool(destroyed) == ("sliding_window" in EXTRA[tiny.name])
+
+
+def test_sessions_of_both_regimes_of_longrope_share_a_pass(kernels, tmp_path):
+    checkpoint = open_checkpoint(str(make_tiny("phi3", tmp_path, **LONGROPE)))
+    blocks = Blocks.load(checkpoint, family_of(checkpoint.config), Span(0, 4), torch.float32)
+    model = checkpoint.reference_model()
+    lengths, states = (20, 24, 25, 60), []
+    for length in lengths:
+        tokens = torch.randint(0, VOCAB, (length,), generator=torch.Generator().manual_seed(length))
+        with torch.no_grad():
+            states.append(_block_states(model, "layers", tokens))
+    seats, outputs = [blocks.seat(0, 4) for _ in lengths], [[] for _ in lengths]
+    for start, end in ((0, 17), (17, 19), (19, 20), (20, 24), (24, 25), (25, 60)):
+        active = [index for index, length in enumerate(lengths) if start < length]
+        items = [
+            PassItem(seats[index], states[index][0][start:end], long=blocks.rotary.is_long(lengths[index]))
+            for index in active
+        ]
+        for index, output in zip(active, Executor(blocks).run(items).outputs, strict=True):
+            outputs[index].append(output)
+    assert worst([torch.cat(parts) for parts in outputs], [seen[4] for seen in states]) <= TOLERANCE
+
+
 def test_the_tests_would_see_attention_that_is_wrong(tiny):
     """With queries of zero, attention is uniform over the keys: masks, caches and positions hardly matter
     then.
@@ -198,6 +242,7 @@ def test_all_or_nothing(llama, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(broken, "forward", fails)
+        patched.setattr(type(llama.blocks.fused), "get", lambda *arguments: None)
         with pytest.raises(RuntimeError, match="out of memory"):
             run_passes(llama.blocks, seats, inputs, [(3, 40)])
     assert [seat.position for seat in seats] == [10, 10]

@@ -6,14 +6,17 @@ That fused blocks give the local model's logits is in test_executor.py, with bot
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from peer import fused as fused_module
+from peer.attention import Segment
 from peer.blocks import Blocks
 from peer.executor import Executor, PassItem
-from peer.fused import SAMPLE_PASTS, FusedBlock
+from peer.fused import FusedBlock
 from routing.types import Span
 from swarm import native
 from swarm.checkpoint import open_checkpoint
@@ -40,6 +43,13 @@ def fused(blocks: Blocks, index: int = 0) -> FusedBlock | None:
     return blocks.fused.get(index)
 
 
+def tables(blocks: Blocks) -> Callable[[Sequence[Segment]], tuple[torch.Tensor, torch.Tensor]]:
+    """Of the first block."""
+    kind = blocks.rotary_kinds[0]
+    assert kind is not None
+    return lambda segments: blocks.rotary.rows([(segment.past, segment.end, False) for segment in segments])[kind]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_built_like_llamas_run_fused_and_no_others(family, dtype, tmp_path):
@@ -58,18 +68,16 @@ def test_a_layer_that_computes_something_else_does_not(part, tmp_path):
     product = getattr(home, part)
     real = product.forward
     product.forward = lambda x: 1.1 * real(x)
-    tables = blocks.rotary.rows([(past, past + 1) for past in SAMPLE_PASTS])[blocks.rotary_kinds[0]]
-    assert FusedBlock.of(blocks.layers[0], 0, blocks.shape, tables) is not None
-    assert FusedBlock.of(layer, 0, blocks.shape, tables) is None
+    assert FusedBlock.of(blocks.layers[0], 0, blocks.shape, tables(blocks)) is not None
+    assert FusedBlock.of(layer, 0, blocks.shape, tables(blocks)) is None
 
 
 def test_nor_one_with_another_activation(tmp_path):
     blocks = load("llama", tmp_path)
     layer = copy.deepcopy(blocks.layers[0])
-    tables = blocks.rotary.rows([(past, past + 1) for past in SAMPLE_PASTS])[blocks.rotary_kinds[0]]
     layer.mlp.act_fn = torch.nn.GELU()
-    assert FusedBlock.of(layer, 0, blocks.shape, tables) is None
-    assert FusedBlock.of(SimpleNamespace(), 0, blocks.shape, tables) is None  # type: ignore[arg-type]
+    assert FusedBlock.of(layer, 0, blocks.shape, tables(blocks)) is None
+    assert FusedBlock.of(SimpleNamespace(), 0, blocks.shape, tables(blocks)) is None  # type: ignore[arg-type]
 
 
 def test_window_and_scale_are_those_that_the_layer_tells_its_attention(tmp_path):
@@ -78,28 +86,48 @@ def test_window_and_scale_are_those_that_the_layer_tells_its_attention(tmp_path)
     layer = copy.deepcopy(blocks.layers[0])
     layer.self_attn.config = copy.deepcopy(layer.self_attn.config)
     layer.self_attn.config.sliding_window, layer.self_attn.scaling = 4096, 0.5
-    tables = blocks.rotary.rows([(past, past + 1) for past in SAMPLE_PASTS])[blocks.rotary_kinds[0]]
-    ours = FusedBlock.of(layer, 0, blocks.shape, tables)
-    assert ours is not None and (ours._window, ours._scale) == (4096, 0.5)
+    ours = FusedBlock.of(layer, 0, blocks.shape, tables(blocks))
+    assert ours is not None and (ours.window, ours.scale) == (4096, 0.5)
 
 
-def test_more_rows_than_pay_run_as_the_library_has_it(tmp_path, monkeypatch):
-    blocks, taken = load("llama", tmp_path), []
-    real = FusedBlock.run
+def test_decode_rows_run_in_one_call_as_far_as_that_pays(tmp_path, monkeypatch):
+    blocks, calls = load("llama", tmp_path), []
+    real = fused_module.run_in_one_call
 
-    def run(self: FusedBlock, hidden: torch.Tensor, *rest) -> torch.Tensor:
-        taken.append(hidden.shape[1])
-        return real(self, hidden, *rest)
+    def run(together: Sequence[FusedBlock], hidden: torch.Tensor, *rest) -> torch.Tensor:
+        calls.append((len(together), hidden.shape[1]))
+        return real(together, hidden, *rest)
 
-    monkeypatch.setattr(FusedBlock, "run", run)
+    assert all(fused(blocks, index) for index in range(4))
+    monkeypatch.setattr(fused_module, "run_in_one_call", run)
     executor, hidden = Executor(blocks), torch.randn(1, 64)
-    assert fused(blocks) is not None and taken == [len(SAMPLE_PASTS)]
-    for index in range(1, 4):
-        fused(blocks, index)
-    taken.clear()
     blocks.few_rows.most = 3
     for rows in (1, 3, 4):
         executor.run([PassItem(blocks.seat(0, 4), hidden) for _ in range(rows)])
     executor.run([PassItem(blocks.seat(0, 4), torch.randn(2, 64))])  # a chunk
     executor.run([PassItem(blocks.seat(0, 4), hidden), PassItem(blocks.seat(0, 4), torch.randn(5, 64))])
-    assert taken == [1] * 4 + [3] * 4
+    assert calls == [(4, 1), (4, 3)]
+    calls.clear()
+    executor.run([PassItem(blocks.seat(0, 4), hidden), PassItem(blocks.seat(1, 3), hidden)])  # one enters and leaves
+    assert calls == [(1, 1), (2, 2), (1, 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [(1,), (1, 1, 1), (1, 40), (70, 1), (300,)])
+def test_it_is_what_the_library_computes(rows, dtype, tmp_path, monkeypatch):
+    """In one call and in several, short and long: rows, and what later rows will attend to."""
+    blocks = load("qwen3", tmp_path, dtype)
+    torch.manual_seed(sum(rows))
+    chunks = [torch.randn(count, 64).to(dtype) for count in rows]
+    results = []
+    for fuses in (True, False):
+        if not fuses:
+            monkeypatch.setattr(type(blocks.fused), "get", lambda *args: None)
+        seats = [blocks.seat(0, 4) for _ in rows]
+        results.append([])
+        for _ in range(2):
+            items = [PassItem(seat, chunk) for seat, chunk in zip(seats, chunks, strict=True)]
+            results[-1] += Executor(blocks).run(items).outputs
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)

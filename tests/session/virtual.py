@@ -28,6 +28,7 @@ BLOCKS = 6
 CHUNK = 5  # positions a frame
 UNIT = 0.01  # seconds; links take 0.5 to 3 units
 ROW = 8
+GO_BACK = 2  # positions
 CLIENT = "client"
 FOREVER = 1e9
 
@@ -37,10 +38,12 @@ def digest(*parts: object) -> bytes:
 
 
 class DigestStore:
-    """A seat's memory: per block the inputs seen so far, standing for K and V, and the journal of outputs."""
+    """A seat's memory: per block the inputs seen so far, standing for K and V, and the journal of outputs. One with
+    `windows` cannot go back far, as a real one of blocks that have them."""
 
-    def __init__(self, entry: int, exit: int):
+    def __init__(self, entry: int, exit: int, windows: bool = False):
         self.entry = entry
+        self.go_back = GO_BACK if windows else FOREVER
         self.inputs: list[list[bytes]] = [[] for _ in range(entry, exit)]
         self.journal: list[bytes] = []
 
@@ -48,15 +51,20 @@ class DigestStore:
     def position(self) -> int:
         return len(self.journal)
 
-    def truncate(self, position: int) -> None:
+    def truncate(self, position: int) -> int:
+        if self.position - position > self.go_back:
+            position = 0
         for inputs in self.inputs:
             del inputs[position:]
         del self.journal[position:]
+        return position
 
     def evict(self) -> None:
         self.truncate(0)
 
     def copy_prefix(self, other: DigestStore, positions: int) -> bool:
+        if other.position - positions > self.go_back:
+            return False
         self.inputs = [inputs[:positions] for inputs in other.inputs]
         self.journal = other.journal[:positions]
         return True
@@ -77,6 +85,7 @@ class VirtualNet:
 
     def __init__(self, rng: random.Random, carry: Callable[[Frame], Frame] = replace):
         self.rng, self.now, self.seq, self.frames, self.carry = rng, 0.0, 0, 0, carry
+        self.windows = False
         self.events: list[tuple[float, int, Callable[[], object]]] = []
         self.nodes: dict[str, VirtualPeer | VirtualClient] = {}
         self._last: dict[tuple[str, str], float] = {}
@@ -142,7 +151,7 @@ class VirtualPeer:
         )
 
     def make_store(self, entry: int, exit: int) -> SeatStore:
-        return DigestStore(entry, exit)
+        return DigestStore(entry, exit, self.net.windows and (entry + exit) % 2 == 1)
 
     def receive(self, frame: Frame, source: str) -> None:
         role = "client" if source == CLIENT else "peer"
@@ -360,11 +369,13 @@ def simulate(
     timers: bool = True,
     liar: bool = False,
     earlier: bool = False,
+    windows: bool = False,
     carry: Callable[[Frame], Frame] = replace,
     peer_class: type[VirtualPeer] = VirtualPeer,
 ) -> VirtualClient:
     rng = random.Random(seed)
     net = VirtualNet(rng, carry)
+    net.windows = windows
     limits = SessionLimits(ask_again_s=1.0 if timers else FOREVER, chunk=CHUNK)
     bounds = [(0, 2), (0, 3), (0, 6), (1, 4), (2, 4), (2, 6), (3, 5), (3, 6), (4, 6), (5, 6), (0, 1), (1, 6)]
     peers = [

@@ -19,5 +19,5 @@ def test_chunks_are_of_about_one_size_and_never_too_large(positions, hops):
 def test_more_hops_or_a_shorter_prompt_make_smaller_chunks():
     assert prefill_chunk(40, 2) == 40
     assert prefill_chunk(1000, 1) == 500
-    assert prefill_chunk(1000, 2) == 167
+    assert prefill_chunk(1000, 2) == 200
     assert LEAST_CHUNK <= prefill_chunk(1000, 10) < 100

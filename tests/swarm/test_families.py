@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING
 from routing.errors import BadInput, DamagedWeights, UnsupportedFamily
 from swarm.checkpoint import open_checkpoint
 from swarm.families import REFUSED, SUPPORTED, family_of, text_config
-from tests.tiny import FAMILIES, SMALL, make_tiny
+from tests.tiny import FAMILIES, LONGROPE, SMALL, make_tiny
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -27,6 +27,10 @@ def test_a_family_not_on_the_list_is_refused_by_name_and_where_known_with_the_re
 
 def test_no_family_is_both_supported_and_refused():
     assert not set(SUPPORTED) & set(REFUSED)
+
+
+def test_longrope_is_for_families_whose_generate_computes_anew(tmp_path):
+    assert family_of(open_checkpoint(str(make_tiny("phi3", tmp_path, **LONGROPE))).config).name == "phi3"
 
 
 def test_every_family_listed_has_a_tiny_model_that_proves_it():

@@ -22,8 +22,8 @@ def everything(dtype: torch.dtype) -> FewRows:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("inputs", "outputs"), [(24, 40), (576, 192), (100, 7), (1, 1), (31, 300)])
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 17, WEIGHT_FIRST + 1])
+@pytest.mark.parametrize(("inputs", "outputs"), [(24, 40), (576, 192), (96, 48), (100, 7), (1, 1), (31, 300)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 17, 40, WEIGHT_FIRST + 1])
 def test_it_is_linear(kernels, rows, inputs, outputs, bias, dtype):
     torch.manual_seed(rows)
     module = torch.nn.Linear(inputs, outputs, bias=bias, dtype=dtype).requires_grad_(False)
@@ -52,13 +52,14 @@ def test_values_that_are_not_finite_stay_so(kernels, dtype, bad):
 
 
 def test_two_threads_compute_the_same(native_kernels):
-    x, weight = torch.randn(3, 576), torch.randn(4096, 576)
-    alone = native_kernels.linear(x, weight, None)
-    torch.set_num_threads(2)
-    try:
-        assert torch.equal(native_kernels.linear(x, weight, None), alone)
-    finally:
-        torch.set_num_threads(1)
+    for rows, dtype in ((3, torch.float32), (40, torch.bfloat16)):
+        x, weight = torch.randn(rows, 576).to(dtype), torch.randn(4096, 576).to(dtype)
+        alone = native_kernels.linear(x, weight, None)
+        torch.set_num_threads(2)
+        try:
+            assert torch.equal(native_kernels.linear(x, weight, None), alone)
+        finally:
+            torch.set_num_threads(1)
 
 
 def test_shapes_that_do_not_fit_are_an_error(native_kernels):
@@ -84,7 +85,7 @@ def test_more_rows_than_pay_go_to_the_library(native_kernels, monkeypatch):
     assert taken == [1, 4]
 
 
-@pytest.mark.parametrize(("pays_up_to", "found"), [(8, 8), (0, 0), (100, COUNTS[-1])])
+@pytest.mark.parametrize(("pays_up_to", "found"), [(8, 8), (0, 0), (1000, COUNTS[-1])])
 def test_the_limit_is_measured(native_kernels, monkeypatch, pays_up_to, found):
     """On a clock that goes by what is computed: ours takes 1 s where it pays and 3 s where not, the library 2 s."""
     clock = [0.0]
@@ -103,6 +104,14 @@ def test_the_limit_is_measured(native_kernels, monkeypatch, pays_up_to, found):
     for step in limit.measuring([torch.ones(3, 8), torch.ones(8, 3)]):
         step()
     assert limit.most == found
+
+
+def test_it_stops_measuring_where_the_library_is_faster(native_kernels, monkeypatch):
+    monkeypatch.setattr(few_rows, "_of_library", lambda *arguments: None)
+    limit = FewRows(torch.float32)
+    weights = [torch.ones(2000, 2000)]
+    assert sum(step() is None for step in limit.measuring(weights)) == 2 * 3 * few_rows.GIVEN_UP
+    assert limit.most == 0
 
 
 # -- norms -----------------------------------------------------------------------------------------------------

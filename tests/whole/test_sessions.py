@@ -16,7 +16,7 @@ from swarm.frames import FrameType
 from swarm.generation import GenerationResult
 from swarm.model import SwarmModel
 from swarm.sync import SwarmModel as BlockingModel
-from tests.tiny import make_tiny
+from tests.tiny import LONGROPE, make_tiny
 from tests.whole.inprocess import InProcessModel, InProcessSwarm
 from tests.whole.reference import Reference
 from tests.whole.stand_ins import Host, until
@@ -405,3 +405,23 @@ def test_a_generator_that_outlives_the_blocking_model(tiny: Path) -> None:
 def test_an_asynchronous_and_a_blocking_model_have_the_same_doors() -> None:
     public = {name for name in vars(SwarmModel) if not name.startswith("_")}
     assert public <= {name for name in vars(BlockingModel) if not name.startswith("_")}
+
+
+async def test_a_sequence_that_outgrows_the_short_regime_of_longrope(tmp_path: Path) -> None:
+    """All of it is computed anew in the long one, as transformers' generate does, and in the short one after going
+    back. Prompts on both sides, texts that cross, a peer lost on the way."""
+    local = Reference(make_tiny("phi3", tmp_path, tokenizer=True, **LONGROPE))
+    limit = LONGROPE["original_max_position_embeddings"]
+    async with running(tmp_path, ["0:2", "2:4", "0:2"]) as (swarm, model):
+        for length in (limit - 10, limit, limit + 1):
+            ids = local.ids("abcdefghijklmnopqrstuvwxyz"[:length])
+            async with model.session() as session:
+                assert await greedy(session, ids, 20) == local.greedy(ids, 20)
+                session.rollback(5)
+                assert await greedy(session, [7], 4) == local.greedy([*ids[:5], 7], 4)
+        ids = local.ids("a shorter one")
+        wanted = local.greedy(ids, 30)
+        async with model.session() as session:
+            assert await greedy(session, ids, 20) == wanted[:20]
+            await asyncio.to_thread(swarm.by_id(session.route[0].peer_id).kill)
+            assert await greedy(session, wanted[19:20], 10) == wanted[20:]

@@ -1,0 +1,42 @@
+// Kernels for few rows, where reading the weights or the cache from memory is all the work there is.
+//
+// Registered as `torch.ops.swarm_native`; built by `swarm/native.py` with whatever C++ compiler the machine has,
+// against torch's stable interface. Everything here exists in torch too: without a compiler nothing is lost but speed.
+
+#include "attention.h"
+#include "blocks.h"
+#include "elementwise.h"
+#include "products.h"
+
+namespace swarm {
+
+int64_t lanes() { return LANES; }
+
+}  // namespace swarm
+
+STABLE_TORCH_LIBRARY(swarm_native, library) {
+  library.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  library.def(
+      "attend_rows(Tensor query, Tensor key, Tensor value, Tensor[] all_keys, Tensor[] all_values, int[] pasts, "
+      "int window, float scale) -> Tensor");
+  library.def(
+      "blocks(Tensor hidden, Tensor cos, Tensor sin, Tensor[] parts, Tensor[] all_keys, Tensor[] all_values, "
+      "int[] pasts, int[] windows, float[] epsilons, float[] scales) -> Tensor");
+  library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
+  library.def("rotated(Tensor x, Tensor cos, Tensor sin) -> Tensor");
+  library.def("gated(Tensor gate, Tensor up) -> Tensor");
+  library.def("lanes() -> int");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(swarm_native, CPU, library) {
+  library.impl("linear", TORCH_BOX(&swarm::linear));
+  library.impl("attend_rows", TORCH_BOX(&swarm::attend_rows));
+  library.impl("rms_norm", TORCH_BOX(&swarm::rms_norm));
+  library.impl("rotated", TORCH_BOX(&swarm::rotated));
+  library.impl("gated", TORCH_BOX(&swarm::gated));
+  library.impl("blocks", TORCH_BOX(&swarm::blocks));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(swarm_native, CompositeExplicitAutograd, library) {
+  library.impl("lanes", TORCH_BOX(&swarm::lanes));
+}
