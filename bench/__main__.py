@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from bench import engine, faults, process, speed
+from bench import engine, faults, process, speed, wide
 from bench.children import ChildFailed
 from bench.figures import Figure, as_json
 from bench.setting import Setting
@@ -34,6 +34,8 @@ PARTS: dict[str, Part] = {
     "idle": engine.idle,
     "stall": faults.stall,
     "freeze": faults.freeze,
+    "wide": wide.speed,
+    "lost": wide.lost,
     "memory": process.memory,
     "launch": process.launch,
 }

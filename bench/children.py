@@ -37,12 +37,13 @@ class Child:
 
     leave_s = LEAVE_S  # what its own end may take
 
-    def __init__(self, module: str, arguments: Sequence[str], folder: Path):
+    def __init__(self, module: str, arguments: Sequence[str], folder: Path, before: Sequence[str] = ()):
+        """`before` is put before the command: to run it on another host."""
         self._name = module
         self._log = folder / f"{module}-{time.monotonic_ns()}.log"
         with self._log.open("w") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                [*before, sys.executable, "-m", module, *arguments],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT,
                 start_new_session=True,
             )  # fmt: skip
@@ -127,8 +128,10 @@ class LocalModel(Child):
 class Client(Child):
     """A `SwarmModel` in a process of its own, one torch thread for its head."""
 
-    def __init__(self, model: str, join_code: str, folder: Path, dtype: str = "float32"):
-        super().__init__("bench.swarm_client", [model, join_code, dtype], folder)
+    def __init__(
+        self, model: str, join_code: str, folder: Path, dtype: str = "float32", before: Sequence[str] = ()
+    ):
+        super().__init__("bench.swarm_client", [model, join_code, dtype], folder, before)
         self.spent_ms: dict[str, float] = {}  # of a decode step in the last run, by what it was spent on
         try:
             self.next(START_S)

@@ -11,6 +11,8 @@ from types import TracebackType
 from bench.children import Client, LocalModel, make
 from bench.prompts import PROMPTS, long_ids
 from swarm.local import LocalSwarm
+from tests.lab.lab import Lab
+from tests.lab.swarm import LabSwarm
 
 WARM_TOKENS = 8
 
@@ -83,8 +85,18 @@ class Setting:
             yield swarm
 
     @contextmanager
+    def wide_swarm(self, spans: Sequence[str], delay_ms: float) -> Iterator[LabSwarm]:
+        """On hosts of their own, so far apart one way."""
+        with (
+            Lab(hosts=1 + len(spans), delay_ms=delay_ms) as lab,
+            LabSwarm(lab, self.model, spans, threads=1) as swarm,
+        ):
+            yield swarm
+
+    @contextmanager
     def client(self, swarm: LocalSwarm, dtype: str = "float32") -> Iterator[Client]:
-        client = Client(self.model, swarm.join_code, self._folder, dtype)
+        before = swarm.lab.on(1) if isinstance(swarm, LabSwarm) else []
+        client = Client(self.model, swarm.join_code, self._folder, dtype, before)
         try:
             yield client
         finally:

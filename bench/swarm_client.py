@@ -127,12 +127,14 @@ async def twice(model: SwarmModel, request: dict[str, Any]) -> dict[str, Any]:
     return {"event": "done", "runs": runs}
 
 
-def spent_ms(traces: Sequence[StepTrace]) -> dict[str, float]:
-    """Where the median decode step's time went, over all hops."""
+def spent_ms(traces: Sequence[StepTrace]) -> dict[str, Any]:
+    """Where the median decode step's time went, over all hops; and what each hop computed for the prompt."""
     steps = [trace for trace in traces if trace.tokens == 1]
     if not steps:
         return {}
+    prefill = next((trace for trace in traces if trace.tokens > 1), None)
     return {
+        "prefill": [] if prefill is None else [1e3 * hop.compute_s for hop in prefill.hops],
         "step": 1e3 * median(step.total_s for step in steps),
         "compute": 1e3 * median(sum(hop.compute_s for hop in step.hops) for step in steps),
         "queue": 1e3 * median(sum(hop.queue_s for hop in step.hops) for step in steps),

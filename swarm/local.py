@@ -131,7 +131,7 @@ class LocalSwarm:
         `progress` is called with a line for people as the start gets on: `print`, for example.
         """
         self.model, self.spans, self.host = model, [str(span) if span else None for span in spans], host
-        self._options = ["--host", host, "--dtype", dtype, *options]
+        self._options = ["--dtype", dtype, *options]
         if threads is not None:
             self._options += ["--threads", str(threads)]
         self._environment = {**os.environ, **(environment or {})}
@@ -190,8 +190,9 @@ class LocalSwarm:
         assert self._folder is not None
         folder = Path(self._folder.name)
         name = identity or f"peer-{len(self.peers)}"
-        command = [sys.executable, "-m", "peer", self.model, "--json", "--until-stdin-closes", *self._options]
-        command += ["--identity", str(folder / f"{name}.key")]
+        before, host = self._place(name)
+        command = [*before, sys.executable, "-m", "peer", self.model, "--json", "--until-stdin-closes", *self._options]
+        command += ["--host", host, "--identity", str(folder / f"{name}.key")]
         if span:
             command += ["--blocks", span]
         if join:
@@ -205,6 +206,10 @@ class LocalSwarm:
         peer = LocalPeer(process, span, log)
         self.peers.append(peer)
         return peer
+
+    def _place(self, name: str) -> tuple[list[str], str]:
+        """What stands before a peer's command, and the address it listens at. The seam for peers on other hosts."""
+        return [], self.host
 
     def close(self) -> None:
         for peer in self.peers:

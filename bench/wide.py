@@ -1,0 +1,79 @@
+"""Owns the figures over real distances: peers on hosts of an emulated wide-area network (`tests/lab/`)."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from bench.children import Client, as_run
+from bench.figures import Figure, Run, gaps_s
+from bench.setting import Setting
+from swarm.local import LocalPeer
+from tests.lab.swarm import LabSwarm
+
+DELAY_MS = 25.0
+THREE_PEERS = ("0:10", "10:20", "20:30")
+TWICE = ("0:15", "15:30", "0:15", "15:30")
+NEW = 32
+CONTEXT = 100
+AT, AFTER = 12, 24  # the kill, and the end
+HOPS = {"first hop": 0, "last hop": -1}
+
+
+def speed(setting: Setting) -> list[Figure]:
+    """One session on four hosts: its rate over that of nothing but light and arithmetic."""
+    shares = []
+    with setting.wide_swarm(THREE_PEERS, DELAY_MS) as swarm, setting.client(swarm) as client:
+        setting.warm(client, [setting.prompt(0)])
+        for turn in range(setting.rounds):
+            run = client.generate(setting.prompt(turn), NEW)
+            least_s = (len(THREE_PEERS) + 1) * DELAY_MS / 1e3 + client.spent_ms["compute"] / 1e3
+            shares.append(least_s / median(gaps_s(run)))
+    words = f"4 hosts, {DELAY_MS:g} ms one way: rate over 1 / (one-way times + measured compute)"
+    return [Figure.of_median(words, "", shares, "the client's own head and sampling are in the time, not in the limit")]
+
+
+def lost(setting: Setting) -> list[Figure]:
+    """SIGKILL, or a silent cut, of a hop of two, with a spare for each: the stall in round trips beyond what computing
+    the context anew takes, and what a cut costs whole."""
+    figures = []
+    with setting.wide_swarm(TWICE, DELAY_MS) as swarm, setting.client(swarm) as client:
+        prompt = setting.long_prompt(CONTEXT, 0)
+        expected = setting.local.generate(prompt, AFTER)
+        client.generate(prompt, 2)
+        for words, hop in HOPS.items():
+            stalls, equal = [], []
+            for _ in range(setting.rounds):
+                run, replay_s, victim = _disturbed(client, swarm, prompt, hop, LocalPeer.kill)
+                stalls.append((max(gaps_s(run)) - replay_s) / (2 * DELAY_MS / 1e3))
+                equal.append(run.ids == expected.ids)
+                swarm.join_code = next(peer.facts["join_code"] for peer in swarm.peers if peer.alive)
+                swarm.add(victim.span, identity=victim.log.stem)
+                client.wait_for_peers(len(TWICE))
+            figures.append(
+                Figure.of_median(f"{DELAY_MS:g} ms one way, SIGKILL of the {words}, {CONTEXT} tokens: stall beyond "
+                                 "the replay", "round trips", stalls, f"equal to local: {sum(equal)} of {len(equal)}")
+            )  # fmt: skip
+        stalls, equal = [], []
+        for _ in range(setting.rounds):
+            run, _, victim = _disturbed(
+                client, swarm, prompt, HOPS["last hop"], lambda peer: swarm.lab.cut(swarm.host_of(peer))
+            )
+            stalls.append(max(gaps_s(run)))
+            equal.append(run.ids == expected.ids)
+            swarm.lab.heal(swarm.host_of(victim))
+            client.wait_for_peers(len(TWICE))
+        figures.append(
+            Figure.of_median(f"{DELAY_MS:g} ms one way, the last hop's host cut off silently: stall", "s", stalls,
+                             f"equal to local: {sum(equal)} of {len(equal)}")
+        )  # fmt: skip
+    return figures
+
+
+def _disturbed(client: Client, swarm: LabSwarm, prompt: list[int], hop: int, harm) -> tuple[Run, float, LocalPeer]:
+    """One generation with a hop harmed in the midst of it; what computing the context took that hop at the start."""
+    client.send(client.request([prompt], AFTER, tell_at=AT))
+    route = client.next()["route"]
+    victim = next(peer for peer in swarm.peers if peer.alive and peer.peer_id == route[hop])
+    harm(victim)
+    facts = client.next()["runs"][0]
+    return as_run(facts), facts["spent_ms"]["prefill"][hop] / 1e3, victim
