@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from routing.cost import CLIENT, Costs, CostSettings
-from routing.errors import DaemonFailed, SwarmError, TimedOut, Unreachable, WrongModel
+from routing.errors import BadInput, DaemonFailed, SwarmError, TimedOut, Unreachable, WrongModel
 from routing.health import Health
 from routing.planner import Plan, Request, plan
 from routing.types import PeerId, PeerRecord, PeerState, Route
@@ -39,6 +39,7 @@ from swarm.joincode import JoinCode
 from swarm.link import Heartbeat, Link
 from swarm.paths import client_key
 from swarm.records import RecordPolicy
+from swarm.saved import SavedSession
 from swarm.scorer import BatchingScorer
 from swarm.session import Session, SessionConfig, StepTrace
 from swarm.tasks import Tasks
@@ -86,6 +87,7 @@ class SwarmClient:
         self.links_lost: list[tuple[float, PeerId, str]] = []
         self.head: Head
         self.scorer: BatchingScorer
+        self.peer_id = PeerId("")  # of this client
         self.name_secret = b""
         self._endpoint: Endpoint
         self._directory: Directory
@@ -109,7 +111,7 @@ class SwarmClient:
     async def _open(self, stack: AsyncExitStack) -> None:
         config = self.config
         identity = await asyncio.to_thread(Identity.load_or_create, config.identity_path or client_key())
-        self.name_secret = identity.secret(b"names")
+        self.peer_id, self.name_secret = identity.peer_id, identity.secret(b"names")
         native.load()
         thread = await stack.enter_async_context(ComputeThread(threads=config.threads, name="head"))
         joining = asyncio.create_task(self._join_swarm(stack, identity))
@@ -314,8 +316,14 @@ class SwarmClient:
 
     # -- sessions --------------------------------------------------------------------------------------------
 
-    def session(self, config: SessionConfig) -> Session:
-        session = Session(self, config)
+    def session(self, config: SessionConfig, saved: SavedSession | None = None) -> Session:
+        """Raises BadInput if `saved` is of another model."""
+        if saved is not None and saved.fingerprint != self.join.fingerprint:
+            raise BadInput(
+                "this session was saved with other weights than this swarm's",
+                advice="Connect with a join code of the swarm that it was saved in.",
+            )
+        session = Session(self, config, saved)
         self.sessions[session.id] = session
         return session
 

@@ -8,7 +8,7 @@ caller's clock.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -90,6 +90,26 @@ class GenerationResult:
         return (len(self.ids) - 1) / max(self.token_times_s[-1] - self.token_times_s[0], 1e-9)
 
 
+@dataclass(slots=True, eq=False)
+class Unfinished:
+    """A generation under way, as far as another process needs it to go on with the same text."""
+
+    held: int  # tokens of the session before it
+    new_ids: list[int]
+    settings: GenerationSettings
+    said: list[int] = field(default_factory=list)
+    state: bytes = b""  # of the sampler, to begin with
+    sampler: Sampler | None = None
+
+    def sampler_state(self) -> bytes:
+        return self.state if self.sampler is None else self.sampler.state()
+
+    @property
+    def position(self) -> int:
+        """Tokens that the session holds for certain: all but the last one said, which goes with the next step."""
+        return self.held + len(self.new_ids) + len(self.said) - 1 if self.said else self.held
+
+
 async def generate(
     steps: Steps,
     scorer: Scorer,
@@ -99,6 +119,7 @@ async def generate(
     *,
     clock: Callable[[], float],
     max_context: int | None = None,
+    unfinished: Unfinished | None = None,
 ) -> AsyncGenerator[Token, None]:
     """Appends `new_ids` to the session; yields tokens up to an end-of-text token, a stop string or the limit.
 
@@ -106,25 +127,36 @@ async def generate(
     all tokens yielded but the last, which goes with whatever is appended next. If no token was yielded, it
     holds what it held before.
 
+    `unfinished`, made of the same prompt and settings, is kept up to date; if something was said already, the rest
+    follows, in a session that holds `unfinished.position` tokens.
+
     An end-of-text token is yielded but gives no text. A stop string that names a special token stops there
     too. Raises BadInput for an empty prompt and PromptTooLong if prompt and new tokens exceed `max_context`,
     both before anything is sent; and what `steps` and `scorer` raise.
     """
     new_ids = list(new_ids)
-    _check(steps.position, new_ids, settings, max_context)
+    if unfinished is None:
+        unfinished = Unfinished(steps.position, new_ids, settings)
+    held, said = unfinished.held, unfinished.said
+    _check(held, new_ids, settings, max_context)
     settings = _with_eos(settings, tokenizer)
-    held = steps.position
     length = held + len(new_ids)
     eos = frozenset() if settings.ignore_eos else frozenset(settings.eos_token_ids)
     stop_ids = _special_ids(settings.stop, tokenizer)
     sampler = Sampler(settings, prompt_length=length)
-    context = TokenBuffer([*steps.token_ids, *new_ids]) if sampler.needs_context else None
-    before = list(steps.token_ids[max(0, held - CONTEXT_TOKENS) :])
+    if state := unfinished.sampler_state():
+        sampler.restore(state)
+    unfinished.sampler = sampler
+    earlier = list(steps.token_ids[:held])
+    context = TokenBuffer([*earlier, *new_ids, *said]) if sampler.needs_context else None
+    before = earlier[max(0, held - CONTEXT_TOKENS) :]
     stream = TextStream(tokenizer, [*before, *new_ids[-CONTEXT_TOKENS:]])
     stops = StopStrings(settings.stop)
 
-    sending = new_ids
-    for index in range(settings.max_new_tokens):
+    for token_id in said:
+        stops.push(stream.push(token_id))
+    sending = said[-1:] or new_ids
+    for index in range(len(said), settings.max_new_tokens):
         logits = await _advance(steps, scorer, sending)
         token_id = sampler.next(context.view() if context is not None else None, logits)
         at_s = clock()
@@ -143,6 +175,7 @@ async def generate(
                 text += stops.finish()
         if stops.matched is not None:
             finish = "stop"
+        said.append(token_id)
         yield Token(token_id, text, index, at_s, finish)
         if finish is not None:
             return

@@ -10,19 +10,21 @@ Owns how prompts become tokens and sessions become text. `swarm.sync` is the sam
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from routing.errors import BadInput, TimedOut
 from routing.types import PeerId, PeerRecord, Route
+from swarm import saved
 from swarm.checkpoint import Checkpoint, open_checkpoint
 from swarm.client import ClientConfig, SwarmClient
 from swarm.codec import COMPUTE_DTYPES, lossless_codec
 from swarm.families import Family, family_of, text_config
-from swarm.generation import GenerationResult, Token, generate
+from swarm.generation import GenerationResult, Token, Unfinished, generate
 from swarm.joincode import JoinCode
 from swarm.progress import Progress, silent
 from swarm.sampling import GenerationSettings
@@ -166,6 +168,14 @@ class SwarmModel:
             config = replace(config, wait_s=wait_s)
         return TextSession(self, self._client.session(config))
 
+    def resume(self, path: str | os.PathLike[str], *, wait_s: float | None = None) -> TextSession:
+        """The session that `TextSession.save` left there, also of a process that crashed; that process's own is over
+        (Superseded) once this one speaks. What its peers still hold is not computed again. If a generation was under
+        way, `rest` continues it. Raises BadInput."""
+        config = self._session_config if wait_s is None else replace(self._session_config, wait_s=wait_s)
+        read = saved.read(path)
+        return TextSession(self, self._client.session(config, read), _unfinished(read))
+
     def chat(self, system: str | None = None) -> Chat:
         """A conversation that sends only what is new in each turn. Use it inside `async with`."""
         return Chat(self.session(), system)
@@ -213,8 +223,9 @@ class SwarmModel:
 class TextSession:
     """One open sequence of text. Its peers keep what it holds until it is closed."""
 
-    def __init__(self, model: SwarmModel, session: Session):
+    def __init__(self, model: SwarmModel, session: Session, unfinished: Unfinished | None = None):
         self.model, self._session = model, session
+        self._unfinished = unfinished
 
     async def __aenter__(self) -> TextSession:
         return self
@@ -241,29 +252,90 @@ class TextSession:
         """Each route that was taken, and why."""
         return self._session.recoveries
 
+    @property
+    def said(self) -> list[int]:
+        """Tokens so far of a generation that is under way, broke off, or was under way when this session was saved."""
+        return list(self._unfinished.said) if self._unfinished is not None else []
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write down what another process needs to continue this text (`SwarmModel.resume`): tokens, the generation
+        under way with its sampler, and where the cache is. The file holds the text in the clear. Raises BadInput."""
+        under_way = self._unfinished
+        if under_way is None:
+            saved.write(path, self._session.saved())
+            return
+        generation = saved.SavedGeneration(
+            held=under_way.held,
+            prompt=under_way.new_ids,
+            said=under_way.said,
+            settings=asdict(under_way.settings),
+            sampler=under_way.sampler_state(),
+        )
+        saved.write(path, self._session.saved(under_way.position, generation))
+
     async def generate(
-        self, prompt: Prompt, *, timeout_s: float | None = None, **settings: Any
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = None,
+        save_to: str | os.PathLike[str] | None = None,
+        **settings: Any,
     ) -> AsyncGenerator[Token, None]:
-        """Append a prompt to what is held and continue from there; see `SwarmModel.generate`."""
+        """Append a prompt to what is held and continue from there; see `SwarmModel.generate`. `save_to`: `save` there
+        before each token is given out, so that nothing that was seen is lost with this process."""
         ids = self.model.encode(prompt)
-        async with aclosing(self._generate(ids, GenerationSettings(**_known(settings)), timeout_s)) as tokens:
+        async with aclosing(self._generate(ids, GenerationSettings(**_known(settings)), timeout_s, save_to)) as tokens:
             async for token in tokens:
                 yield token
 
+    async def rest(
+        self, *, timeout_s: float | None = None, save_to: str | os.PathLike[str] | None = None
+    ) -> AsyncGenerator[Token, None]:
+        """What is still to come of a generation that broke off here, or was under way when this session was saved: the
+        tokens after `said`, the same as they would have been. Nothing if there is none."""
+        if self._unfinished is not None:
+            async with aclosing(self._follow(self._unfinished, timeout_s, save_to)) as tokens:
+                async for token in tokens:
+                    yield token
+
     async def _generate(
-        self, ids: Sequence[int], settings: GenerationSettings, timeout_s: float | None
+        self,
+        ids: Sequence[int],
+        settings: GenerationSettings,
+        timeout_s: float | None,
+        save_to: str | os.PathLike[str] | None = None,
+    ) -> AsyncGenerator[Token, None]:
+        settings = settings.with_model_defaults(self.model.generation_config)
+        unfinished = Unfinished(self._session.position, list(ids), settings)
+        async with aclosing(self._follow(unfinished, timeout_s, save_to)) as tokens:
+            async for token in tokens:
+                yield token
+
+    async def _follow(
+        self, unfinished: Unfinished, timeout_s: float | None, save_to: str | os.PathLike[str] | None
     ) -> AsyncGenerator[Token, None]:
         model = self.model
-        settings = settings.with_model_defaults(model.generation_config)
         stream = generate(
             self._session,
             model._client.scorer,
             model.tokenizer,
-            ids,
-            settings,
+            unfinished.new_ids,
+            unfinished.settings,
             clock=time.monotonic,
             max_context=model.max_context,
+            unfinished=unfinished,
         )
+        self._unfinished = unfinished
+        async with aclosing(self._in_time(stream, timeout_s)) as tokens:
+            async for token in tokens:
+                if token.finish is not None:
+                    self._unfinished = None
+                if save_to is not None:
+                    self.save(save_to)
+                yield token
+
+    @staticmethod
+    async def _in_time(stream: AsyncGenerator[Token, None], timeout_s: float | None) -> AsyncGenerator[Token, None]:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         async with aclosing(stream):
             while True:
@@ -278,7 +350,8 @@ class TextSession:
                 yield token
 
     def rollback(self, position: int) -> None:
-        """Forget the tokens from `position` on."""
+        """Forget the tokens from `position` on, and a generation that was under way."""
+        self._unfinished = None
         if not 0 <= position <= self._session.position:
             raise BadInput(f"cannot go back to position {position}: {self._session.position} are held")
         self._session.rollback(position)
@@ -334,3 +407,17 @@ def _known(settings: dict[str, Any]) -> dict[str, Any]:
         known = ", ".join(GenerationSettings.__dataclass_fields__)
         raise BadInput(f"unknown setting {', '.join(sorted(unknown))}; known are {known}")
     return settings
+
+
+def _unfinished(read: saved.SavedSession) -> Unfinished | None:
+    """Raises BadInput if the file was tampered with."""
+    generation = read.generation
+    if generation is None:
+        return None
+    settings = GenerationSettings(**_known(generation.settings))
+    unfinished = Unfinished(
+        generation.held, generation.prompt, settings, said=generation.said, state=generation.sampler
+    )
+    if unfinished.position != len(read.tokens):
+        raise BadInput("the saved session does not hold what its generation needs")
+    return unfinished

@@ -27,12 +27,14 @@ from swarm.codec import decode_rows, row_bytes
 from swarm.driver import LEAST_CHUNK, Driver, DriverConfig, NeedRoute, Output, Send, Stopped
 from swarm.frames import Codec, Frame, HopTiming
 from swarm.names import NameChain
+from swarm.saved import SavedGeneration, SavedSession
 
 if TYPE_CHECKING:
     from swarm.client import SwarmClient
 
 PROBE_S = 0.3  # an accused end of a broken edge has this long to answer us
 LOOK_EVERY_S = 0.2  # at the directory, while no route is found
+RESUMED_EPOCHS = 1 << 16  # above whatever the process before opened after it was saved last
 WARM_TOKENS = 64  # a replay pays off only over tokens to come: this many are expected
 
 
@@ -83,9 +85,13 @@ class SessionConfig:
 class Session:
     """An open sequence. Not safe for two steps at once; closing it frees what its peers hold."""
 
-    def __init__(self, client: SwarmClient, config: SessionConfig):
+    def __init__(self, client: SwarmClient, config: SessionConfig, saved: SavedSession | None = None):
+        """`saved`: as another process left it, and with the tokens that it held."""
         self.client, self.config = client, config
-        self.id = secrets.token_bytes(16)
+        # A session belongs to the client that opened it, and so do the names of what its peers hold.
+        ours = saved is not None and saved.client_id == client.peer_id
+        self.id = saved.session if saved is not None and ours else secrets.token_bytes(16)
+        self._scope = saved.scope if saved is not None and ours else client.scope
         head = client.head
         self.driver = Driver(
             session_id=self.id,
@@ -101,6 +107,9 @@ class Session:
                 numeric_class=int(config.codec),
             ),
         )
+        self._warm_peers: frozenset[PeerId] = frozenset()  # that may hold what was computed before
+        if saved is not None:
+            self._resume(saved, ours)
         self.traces: list[StepTrace] = []
         self.recoveries: list[Recovery] = []
         self.plan: Plan | None = None
@@ -118,11 +127,36 @@ class Session:
         self._full = False  # a peer that could help was full
         self._closed = False
 
+    def _resume(self, saved: SavedSession, ours: bool) -> None:
+        self._keep_to_one_regime(len(saved.tokens), 0.0)
+        driver = self.driver
+        driver.tokens.extend(saved.tokens)
+        driver.names.extend(saved.tokens)
+        driver.done_to = len(saved.tokens)
+        if ours:
+            driver.epoch = saved.epoch + RESUMED_EPOCHS
+            self._warm_peers = frozenset(saved.peers)
+
+    def saved(self, position: int | None = None, generation: SavedGeneration | None = None) -> SavedSession:
+        """What another process needs, with the first `position` tokens (None: all whose step has ended)."""
+        driver = self.driver
+        certain = driver.done_to if driver.awaiting else len(driver.tokens)
+        return SavedSession(
+            fingerprint=self.client.join.fingerprint,
+            client_id=self.client.peer_id,
+            session=self.id,
+            epoch=max(0, driver.epoch),
+            scope=self._scope,
+            peers=sorted(driver.route.peers if driver.route is not None else self._warm_peers),
+            tokens=driver.tokens[: certain if position is None else position],
+            generation=generation,
+        )
+
     def _chain(self, long: bool) -> NameChain:
         """What must not be shared has another root: other codecs, what was computed before a peer was found wrong, a
         session that wants to be alone, longrope's other regime."""
         alone = b"" if self.config.share_prefixes else self.id
-        parts = self.config.codec.name.encode(), b"%d" % self.client.scope, alone, b"long" if long else b""
+        parts = self.config.codec.name.encode(), b"%d" % self._scope, alone, b"long" if long else b""
         return NameChain(self.client.name_secret, b"/".join(parts))
 
     def _keep_to_one_regime(self, positions: int, now: float) -> None:
@@ -359,7 +393,8 @@ class Session:
         now = time.monotonic()
         client = self.client
         penalties = client.health.penalties(now)
-        held = self.driver.route.peers if self.driver.route is not None and self.position else frozenset()
+        held = self.driver.route.peers if self.driver.route is not None else self._warm_peers
+        held = held if self.position else frozenset()
         for record in client.records() if held else ():
             if record.peer_id not in held:
                 token_s = client.costs.block_s(record, LEAST_CHUNK) / LEAST_CHUNK

@@ -10,6 +10,7 @@ One event loop on one background thread runs the asynchronous objects; nothing h
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, wait
@@ -148,6 +149,12 @@ class SwarmModel:
     def session(self, *, wait_s: float | None = None) -> TextSession:
         return TextSession(self._loop, self._model.session(wait_s=wait_s))
 
+    def resume(self, path: str | os.PathLike[str], *, wait_s: float | None = None) -> TextSession:
+        async def resumed() -> asynchronous.TextSession:
+            return self._model.resume(path, wait_s=wait_s)
+
+        return TextSession(self._loop, self._loop.run(resumed()))
+
     def chat(self, system: str | None = None) -> Chat:
         return Chat(self._loop, self._model.chat(system))
 
@@ -165,12 +172,30 @@ class TextSession:
         self._loop.run(self._session.__aexit__())
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("token_ids", "route", "traces", "recoveries"):
+        if name in ("token_ids", "said", "route", "traces", "recoveries"):
             return getattr(self._session, name)
         raise AttributeError(name)
 
-    def generate(self, prompt: Prompt, *, timeout_s: float | None = None, **settings: Any) -> Iterator[Token]:
-        return self._loop.iterate(self._session.generate(prompt, timeout_s=timeout_s, **settings))
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = None,
+        save_to: str | os.PathLike[str] | None = None,
+        **settings: Any,
+    ) -> Iterator[Token]:
+        return self._loop.iterate(self._session.generate(prompt, timeout_s=timeout_s, save_to=save_to, **settings))
+
+    def rest(
+        self, *, timeout_s: float | None = None, save_to: str | os.PathLike[str] | None = None
+    ) -> Iterator[Token]:
+        return self._loop.iterate(self._session.rest(timeout_s=timeout_s, save_to=save_to))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        async def save() -> None:
+            self._session.save(path)
+
+        self._loop.run(save())
 
     def rollback(self, position: int) -> None:
         async def go_back() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routing.errors import BadInput, NoRoute, PromptTooLong
-from swarm.generation import GenerationResult, generate
+from swarm.generation import GenerationResult, Unfinished, generate
 from swarm.sampling import GenerationSettings
 from swarm.text import next_turn_ids
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -255,3 +255,39 @@ async def test_two_turns_of_a_chat_send_each_token_once():
     talk[0] = {"role": "user", "content": "Ho"}  # an edited chat goes back to the edit
     turn = next_turn_ids(TOKENIZER, session.token_ids, talk)
     assert TOKENIZER.decode(session.token_ids[: turn.keep]) == "<|im_start|>user\nH"
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+async def test_the_rest_of_what_broke_off_is_what_it_would_have_been(seed):
+    """Text pieces, tokens and finish; wherever it broke off, also in the midst of a step, and in another process."""
+    asked = GenerationSettings(max_new_tokens=24, seed=seed, repetition_penalty=1.3, min_new_tokens=3, stop=("\x07",))
+    held, prompt = TOKENIZER.encode("Held before. "), PROMPT
+    clock = count()
+
+    def follow(session: LocalSession, unfinished: Unfinished):
+        return generate(
+            session, LocalHead(), TOKENIZER, prompt, asked, clock=lambda: float(next(clock)), unfinished=unfinished
+        )
+
+    async def whole() -> list[tuple[int, str, int, str | None]]:
+        session = LocalSession(held)
+        stream = follow(session, Unfinished(session.position, prompt, asked))
+        return [(token.id, token.text, token.index, token.finish) async for token in stream]
+
+    expected = await whole()
+    assert len(expected) == 24
+    for after in (0, 1, 2, 11, 23):
+        session = LocalSession(held)
+        session.fail_at = after
+        unfinished, got = Unfinished(session.position, prompt, asked), []
+        with pytest.raises(NoRoute):
+            async for token in follow(session, unfinished):
+                got += [(token.id, token.text, token.index, token.finish)]
+        assert len(got) == after and session.position == unfinished.position
+        elsewhere = Unfinished(
+            unfinished.held, list(prompt), asked, said=list(unfinished.said), state=unfinished.sampler_state()
+        )
+        for state, place in ((unfinished, session), (elsewhere, LocalSession(session.token_ids))):
+            place.fail_at = None
+            rest = [(token.id, token.text, token.index, token.finish) async for token in follow(place, state)]
+            assert [*got, *rest] == expected
