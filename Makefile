@@ -1,4 +1,4 @@
-# One word each: make (set-up), make demo, make test, make check, make bench.
+# One word each: make (set-up), make demo, make test, make check, make bench, make chaos.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -29,7 +29,11 @@ check: $(READY)
 bench: $(READY)
 	$(BIN)/python -m bench $(if $(ONLY),--only $(ONLY))
 
+# make chaos SEED=1 MINUTES=5; needs root, iproute2 and /dev/net/tun.
+chaos: $(READY)
+	$(BIN)/python -m tests.lab.chaos --seed $(or $(SEED),0) --minutes $(or $(MINUTES),2)
+
 clean:
 	rm -rf .venv .pytest_cache .hypothesis .mypy_cache .ruff_cache bench.json
 
-.PHONY: all demo test check bench clean
+.PHONY: all demo test check bench chaos clean

@@ -129,9 +129,16 @@ class Client(Child):
     """A `SwarmModel` in a process of its own, one torch thread for its head."""
 
     def __init__(
-        self, model: str, join_code: str, folder: Path, dtype: str = "float32", before: Sequence[str] = ()
+        self,
+        model: str,
+        join_code: str,
+        folder: Path,
+        dtype: str = "float32",
+        before: Sequence[str] = (),
+        wait_s: float = 0.0,
     ):
-        super().__init__("bench.swarm_client", [model, join_code, dtype], folder, before)
+        """`wait_s`: how long it waits for blocks that nobody serves."""
+        super().__init__("bench.swarm_client", [model, join_code, dtype, str(wait_s)], folder, before)
         self.spent_ms: dict[str, float] = {}  # of a decode step in the last run, by what it was spent on
         try:
             self.next(START_S)

@@ -1,4 +1,4 @@
-"""`python -m bench.swarm_client MODEL CODE DTYPE`: the public `SwarmModel`, told by JSON lines what to do."""
+"""`python -m bench.swarm_client MODEL CODE DTYPE WAIT_S`: the public `SwarmModel`, told by JSON lines what to do."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ async def main() -> None:
     threading.Thread(target=read, args=(requests, asyncio.get_running_loop(), work), daemon=True).start()
     # No round may be made easier by what the peers kept of one before.
     options: dict[str, Any] = {"dtype": sys.argv[3], "threads": 1, "share_prefixes": False}
+    options["wait_s"] = float(sys.argv[4])
     async with SwarmModel.connect(sys.argv[1], join=sys.argv[2], **options) as model:
         say({"event": "ready"})
         while True:
@@ -76,7 +77,8 @@ async def one(model: SwarmModel, prompt: Sequence[int] | str, request: dict[str,
                 if len(ids) == request["tell_at"]:
                     assert session.route is not None
                     say({"event": "reached", "route": [hop.peer_id for hop in session.route]})
-        return {"began": began, "ids": ids, "times": times, "spent_ms": spent_ms(session.traces)}
+        routes = [recovery.reason for recovery in session.recoveries]
+        return {"began": began, "ids": ids, "times": times, "spent_ms": spent_ms(session.traces), "routes": routes}
 
 
 async def beside(model: SwarmModel, request: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +153,16 @@ async def wait(model: SwarmModel, request: dict[str, Any]) -> dict[str, Any]:
             await asyncio.sleep(POLL_S)
 
 
-WORKS = {"generate": generate, "wait": wait, "beside": beside, "turns": turns, "twice": twice}
+async def caches(model: SwarmModel, request: dict[str, Any]) -> dict[str, Any]:
+    """Bytes of cache in use on each peer, as its record says."""
+    status = await model.status()
+    return {
+        "event": "done",
+        "held": [[peer.record.peer_id, peer.record.cache_total - peer.record.cache_free] for peer in status.peers],
+    }
+
+
+WORKS = {"generate": generate, "wait": wait, "caches": caches, "beside": beside, "turns": turns, "twice": twice}
 
 
 def say(facts: dict[str, Any]) -> None:

@@ -27,6 +27,24 @@ from tests.whole import namespace
 ROOT = Path(__file__).resolve().parents[2]
 SUBNETS = itertools.count()
 END_S = 10.0
+ECHO = """
+import socket
+s = socket.socket(type=socket.SOCK_DGRAM); s.bind(('0.0.0.0', 9)); print('ready', flush=True)
+while True:
+    data, sender = s.recvfrom(100); s.sendto(data, sender)
+"""
+ASK = """
+import socket, sys, time
+s = socket.socket(type=socket.SOCK_DGRAM); s.settimeout(float(sys.argv[3])); times = []
+for i in range(int(sys.argv[2])):
+    began = time.perf_counter(); s.sendto(b'%d' % i, (sys.argv[1], 9))
+    try:
+        while s.recv(100) != b'%d' % i: pass
+        times.append(1e3 * (time.perf_counter() - began))
+    except TimeoutError:
+        times.append(-1.0)
+print(*times)
+"""
 
 
 def why_not() -> str | None:
@@ -70,6 +88,20 @@ class Lab:
     def on(self, host: int) -> list[str]:
         """What to put before a command so that it runs there."""
         return ["ip", "netns", "exec", f"{self.prefix}{host}"]
+
+    def round_trips_ms(self, source: int, target: int, count: int = 20, timeout_s: float = 0.5) -> list[float]:
+        """Of small packets, as two programs on those hosts see it; -1 for one that got no answer."""
+        with subprocess.Popen(
+            [*self.on(target), sys.executable, "-c", ECHO], stdout=subprocess.PIPE, text=True
+        ) as echo:
+            try:
+                assert echo.stdout is not None and echo.stdout.readline() == "ready\n"
+                command = [*self.on(source), sys.executable, "-c", ASK]
+                command += [self.address(target), str(count), str(timeout_s)]
+                asked = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+            finally:
+                echo.kill()
+        return [float(word) for word in asked.stdout.split()]
 
     # -- links -----------------------------------------------------------------------------------------------
 
