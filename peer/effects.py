@@ -46,7 +46,15 @@ class Reach:
     addresses: tuple[str, ...]
 
 
-Effect = ToPeer | ToLink | Run | Reach
+@dataclass(slots=True)
+class Prepare:
+    """A peer that this one may have to send to after a loss: be connected with it, if that can be."""
+
+    peer_id: PeerId
+    addresses: tuple[str, ...]
+
+
+Effect = ToPeer | ToLink | Run | Reach | Prepare
 
 ANSWERS = (FrameType.UNKNOWN, FrameType.ERROR, FrameType.BUSY)
 

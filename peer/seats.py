@@ -125,7 +125,12 @@ class Seat:
         self._adopt(body.names, body.route[hop].keep_to)
         self.session.seat_opened(self)
         if self.position < body.need_end:
-            self.ask(body.need_end)
+            if body.route[hop].fresh:
+                self.asked_to = body.need_end  # as good as asked: it is on its way
+            else:
+                self.ask(body.need_end)
+        if hop + 1 < len(body.route) and body.route[hop + 1].fresh and body.need_end:
+            self._owe(hop + 1, 0, body.need_end)
 
     def _adopt(self, names: bytes, keep_to: int) -> None:
         """Begin with what another session of this client holds or left here, if that is more than we hold."""

@@ -18,7 +18,7 @@ import torch
 from peer.blocks import Blocks
 from peer.cache import CacheBudget, SeatCache
 from peer.capacity import Speed
-from peer.effects import Reach, Run, Sender, SessionLimits, ToLink, ToPeer
+from peer.effects import Prepare, Reach, Run, Sender, SessionLimits, ToLink, ToPeer
 from peer.executor import Executor, Pass, PassItem
 from peer.scheduler import Scheduler
 from peer.seats import Work
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 ACTIVE_S = 2.0  # a session that was heard of within this time will be heard of soon
 DIAL_S = 5.0
+MOST_PREPARING = 16  # connections that nobody waits for, being made at a time
 MOST_QUEUED = 256  # frames for a peer that is being dialled
 SMOOTHING = 0.1  # of a new measurement
 PREFILL_SHARE = 0.5  # of a decode pass's time: what prefill has between two of them at least
@@ -105,6 +106,7 @@ class Service:
         self._ready = asyncio.Event()
         self._queued: dict[PeerId, deque[Frame]] = {}  # for peers without a link yet
         self._dialling: set[PeerId] = set()
+        self._preparing: set[PeerId] = set()
         self._links: set[Link] = set()
         self._acting = False
         self.passes = 0
@@ -189,6 +191,8 @@ class Service:
                             self._ready.set()
                         case Reach(peer_id, addresses):
                             self._reach(peer_id, addresses)
+                        case Prepare(peer_id, addresses):
+                            self._prepare(peer_id, addresses)
         finally:
             self._acting = False
 
@@ -226,6 +230,23 @@ class Service:
         elif peer_id not in self._dialling:
             self._dialling.add(peer_id)
             self._tasks.spawn(self._dial(peer_id, addresses))
+
+    def _prepare(self, peer_id: PeerId, addresses: tuple[str, ...]) -> None:
+        if self._link(peer_id) is not None or peer_id in self._dialling | self._preparing:
+            return
+        if len(self._preparing) < MOST_PREPARING:
+            self._preparing.add(peer_id)
+            self._tasks.spawn(self._connect_early(peer_id, addresses))
+
+    async def _connect_early(self, peer_id: PeerId, addresses: tuple[str, ...]) -> None:
+        """Nothing depends on it: if it fails, it is tried again when it is needed."""
+        assert self._endpoint is not None
+        try:
+            await self._endpoint.connect(peer_id, addresses, DIAL_S)
+        except (Unreachable, TimedOut, BadInput) as error:
+            log.debug("%s cannot be reached early: %s", peer_id, error)
+        finally:
+            self._preparing.discard(peer_id)
 
     async def _dial(self, peer_id: PeerId, addresses: tuple[str, ...]) -> None:
         assert self._endpoint is not None

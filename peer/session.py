@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
-from peer.effects import ANSWERS, Reach, Run, Sender, ToLink, ToPeer
+from peer.effects import ANSWERS, Prepare, Reach, Run, Sender, ToLink, ToPeer
 from peer.seats import Seat, Work
 from routing.types import PeerId
 from swarm.flow import Inflow, Outflow, window_positions
 from swarm.frames import NAME_BYTES, Codec, Frame, FrameType, HopTiming, Lost, Open, Opened, OpenHop, Problem
+from swarm.link import REPLACED
 
 if TYPE_CHECKING:
     from peer.sessions import SessionTable
@@ -37,6 +38,7 @@ class PeerSession:
         self._outflows: dict[int, Outflow] = {}
         self._inflows: dict[int, Inflow] = {}
         self._to_open: set[int] = set()
+        self._spoken: set[PeerId] = set()  # neighbours that a frame of this epoch went to or came from
 
     @property
     def now(self) -> float:
@@ -51,7 +53,7 @@ class PeerSession:
         self.client, self.codec, self.abandoned = link, Codec(body.codec), False
         self.context = body.context
         self._window = window_positions(self.table.row_bytes(self.codec))
-        self._outflows, self._inflows = {}, {}
+        self._outflows, self._inflows, self._spoken = {}, {}, set()
         mine = {self.seat_key(hop): index for index, hop in enumerate(body.route) if hop.peer_id == self.table.me}
         for key, seat in self.seats.items():
             if key not in mine:
@@ -61,12 +63,13 @@ class PeerSession:
             if (entry, exit) not in self.seats:
                 store = self.table.make_store(entry, exit)
                 self.seats[entry, exit] = Seat(self, entry, exit, store, body.names[:NAME_BYTES])
-            seat = self.seats[entry, exit]
-            seat.inbox.clear()
-            seat.receive(Frame(type=FrameType.OPEN, hop=index, epoch=self.epoch, body=body))
             if index + 1 < len(body.route) and body.route[index + 1].peer_id != self.table.me:
                 onward = body.route[index + 1]
                 self.table.effects.append(Reach(onward.peer_id, onward.addresses))
+            seat = self.seats[entry, exit]
+            seat.inbox.clear()
+            seat.receive(Frame(type=FrameType.OPEN, hop=index, epoch=self.epoch, body=body))
+            self.table.effects += [Prepare(*other) for other in body.route[index].ready if other[0] != self.table.me]
 
     @staticmethod
     def seat_key(hop: OpenHop) -> tuple[int, int]:
@@ -88,6 +91,8 @@ class PeerSession:
 
     def receive(self, frame: Frame, sender: Sender) -> None:
         kind = frame.type
+        if sender.role == "peer":
+            self._spoken.add(sender.peer_id)
         if kind in ANSWERS:
             if sender.role == "peer":  # the hop addressed could not reach the client itself
                 for index in self._edges_to(sender.peer_id):
@@ -148,6 +153,7 @@ class PeerSession:
     def _emit(self, hop: int, frame: Frame) -> None:
         if 0 <= hop < len(self.route):
             frame.session = self.id
+            self._spoken.add(self.route[hop].peer_id)
             self.table.effects.append(ToPeer(self.route[hop].peer_id, frame))
         else:
             self.to_client(frame)
@@ -177,8 +183,10 @@ class PeerSession:
         return [i for i in range(len(ids) - 1) if {ids[i], ids[i + 1]} == pair]
 
     def link_lost(self, peer_id: PeerId, reason: str) -> None:
-        for index in self._edges_to(peer_id):
-            self._tell_lost(index, reason)
+        # One that this epoch never used, dead for long and renewed now that it is wanted, has lost nothing of ours.
+        if peer_id in self._spoken or not reason.startswith(REPLACED):
+            for index in self._edges_to(peer_id):
+                self._tell_lost(index, reason)
 
     def _tell_lost(self, index: int, reason: str) -> None:
         source, target = self.route[index].peer_id, self.route[index + 1].peer_id

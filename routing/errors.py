@@ -85,6 +85,7 @@ class BadJoinCode(JoinError):
 
 
 class Unreachable(JoinError):
+    silent = False  # nothing at all came back: it may as well be our own network
     advice = "Check that a peer named in the join code is running and that its address can be reached from here."
 
 

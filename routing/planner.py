@@ -27,14 +27,19 @@ transfer, queue, penalty, compute) are at most `LONGEST_S` each, the way back ad
 2^16."""
 
 
+EDGE_WEIGHT = 4
+"""A broken edge is avoided like so many peers: who failed earlier may well work again, two that cannot reach each other
+will not."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What a route is wanted for. Raises BadInput.
 
-    `avoid_peers` and directed `avoid_edges` (`CLIENT` may be an end) are soft: they are used only when no
-    chain exists without them, and then as few times as possible. `penalties` are seconds added for each hop
-    on a peer. `prefer`, the route in use, is kept unless another saves more than the share `hysteresis` of
-    its cost.
+    `avoid_peers` and directed `avoid_edges` (`CLIENT` may be an end) are soft: they are used only when no chain
+    exists without them, and then as few as possible, an edge counting as `EDGE_WEIGHT` peers. `penalties` are
+    seconds added for each hop on a peer. `prefer`, the route in use, is kept unless another saves more than the
+    share `hysteresis` of its cost.
     """
 
     n_blocks: int
@@ -58,8 +63,8 @@ class Request:
         return min(self.penalties.get(peer, 0.0), LONGEST_S)
 
     def uses_avoided(self, route: Route) -> int:
-        """How many times a route uses an avoided peer (once for each hop) or crosses an avoided edge."""
-        crossed = sum(edge in self.avoid_edges for edge in _edges(route))
+        """How many hops of a route are on avoided peers, and `EDGE_WEIGHT` for each avoided edge that it crosses."""
+        crossed = EDGE_WEIGHT * sum(edge in self.avoid_edges for edge in _edges(route))
         return crossed + sum(hop.peer_id in self.avoid_peers for hop in route)
 
 
@@ -98,7 +103,7 @@ class Plan:
             if self.fastest_s == self.cost_s:
                 why = "kept: no chain is faster"
         if self.avoided:
-            why += f"; nothing else covers the model without {self.avoided} use(s) of avoided peers or edges"
+            why += "; nothing covers the model without peers that failed or edges that broke"
         lines = [f"{self.cost_s * 1e3:.1f} ms ({why})"]
         for term in self.terms:
             line = (
@@ -170,7 +175,7 @@ def _search(view: View, costs: Costs, request: Request, servers: list[list[PeerI
 
     def edge(a: PeerId, b: PeerId) -> float:
         cost = _edge_s(costs, request, a, b)
-        return cost + fault if (a, b) in request.avoid_edges else cost
+        return cost + EDGE_WEIGHT * fault if (a, b) in request.avoid_edges else cost
 
     search = Search(
         servers=[[number[peer] for peer in those] for those in servers],

@@ -11,7 +11,7 @@ import ipaddress
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from routing.cost import CLIENT, Costs, CostSettings
 from routing.errors import BadInput, DaemonFailed, SwarmError, TimedOut, Unreachable, WrongModel
 from routing.health import Health
 from routing.planner import Plan, Request, plan
-from routing.types import PeerId, PeerRecord, PeerState, Route
+from routing.types import Hop, PeerId, PeerRecord, PeerState, Route
 from routing.view import Expired, RecordSeen, View, apply
 from swarm import manifest as manifests
 from swarm import native
@@ -36,7 +36,7 @@ from swarm.head import Head
 from swarm.hive import Hive
 from swarm.identity import Identity
 from swarm.joincode import JoinCode
-from swarm.link import Heartbeat, Link
+from swarm.link import SILENT, Heartbeat, Link
 from swarm.paths import client_key
 from swarm.records import RecordPolicy
 from swarm.saved import SavedSession
@@ -52,6 +52,7 @@ MANIFEST = "manifest"
 TICK_S = 0.25
 HOP_S = 0.002  # one more hop on loopback costs about this; a route is not cut up for less
 MOST_GOODBYES = 64  # CLOSE frames kept for a peer that is not connected now
+GOODBYE_S = 300.0  # after so long, a peer has noticed by itself that nobody speaks
 PROBES_AT_ONCE = 8
 FIRST_PROBE_S = 1.0
 
@@ -85,13 +86,15 @@ class SwarmClient:
         self.scope = 0  # part of all names: what was computed before a peer was found wrong is not shared after
         self.warm = WarmPrefixes()
         self.links_lost: list[tuple[float, PeerId, str]] = []
+        self._silence = False  # was what ended the last link, or dial
         self.head: Head
         self.scorer: BatchingScorer
         self.peer_id = PeerId("")  # of this client
         self.name_secret = b""
         self._endpoint: Endpoint
         self._directory: Directory
-        self._goodbyes: dict[PeerId, deque[Frame]] = {}
+        self._goodbyes: dict[PeerId, deque[Frame]] = {}  # for peers that are not connected
+        self._said: dict[PeerId, deque[tuple[float, Frame]]] = {}  # the last ones on each link, which may not arrive
         self._dht_time: Callable[[], float] = time.time
         self._tasks = Tasks()
         self._stack = AsyncExitStack()
@@ -263,12 +266,28 @@ class SwarmClient:
                 await self._dial(peer_id, timeout_s)
             except (TimedOut, Unreachable) as error:
                 self.health.failed(peer_id, time.monotonic())
+                self._silence = isinstance(error, Unreachable) and error.silent
                 log.info("%s cannot be reached: %s", peer_id, error)
                 return peer_id
             return None
 
         answers = await asyncio.gather(*(reach(peer_id) for peer_id in peers))
         return frozenset(peer_id for peer_id in answers if peer_id is not None)
+
+    @property
+    def offline(self) -> bool:
+        """Whether everybody has fallen silent and nobody refused us: most likely this machine's network is gone."""
+        return self._silence and not any(self.link(record.peer_id) for record in self.records())
+
+    def spares(self, hop: Hop, without: Set[PeerId]) -> list[PeerId]:
+        """Who could take that hop's place, the fastest for us first."""
+        found = []
+        for record in self.records():
+            fits = record.span.start <= hop.entry and hop.exit <= record.span.end
+            if fits and record.state is PeerState.SERVING and record.peer_id not in without:
+                compute_s = self.costs.block_s(record, 1) * (hop.exit - hop.entry)
+                found.append((compute_s + self.costs.link_s(CLIENT, record.peer_id), record.peer_id))
+        return [peer_id for _, peer_id in sorted(found)]
 
     async def silent_of(self, peers: Iterable[PeerId], timeout_s: float) -> frozenset[PeerId]:
         """Which of these do not answer us now."""
@@ -300,7 +319,7 @@ class SwarmClient:
 
     def link_opened(self, link: Link) -> None:
         for frame in self._goodbyes.pop(link.remote, ()):
-            link.send(frame)
+            self._say(link, frame)
 
     def frame_received(self, link: Link, frame: Frame) -> None:
         session = self.sessions.get(frame.session)
@@ -309,8 +328,12 @@ class SwarmClient:
 
     def link_lost(self, link: Link, reason: str) -> None:
         log.info("lost %s: %s", link.remote, reason)
+        self._silence = reason.startswith(SILENT)
         self.links_lost.append((time.monotonic(), link.remote, reason))
         self.health.failed(link.remote, time.monotonic())
+        for at, frame in self._said.pop(link.remote, ()):
+            if time.monotonic() - at < GOODBYE_S:
+                self._say_later(link.remote, frame)
         for session in list(self.sessions.values()):
             session.link_lost(link.remote, reason)
 
@@ -345,8 +368,19 @@ class SwarmClient:
             if link := self.link(peer_id):
                 link.watched = False
 
-    def say_later(self, peer_id: PeerId, frame: Frame) -> None:
-        """For when this peer is connected again, if ever: it may be alive, and still hold what nobody needs."""
+    def say_goodbye(self, peer_id: PeerId, frame: Frame) -> None:
+        """That a session is over. To a peer that is not connected, or whose connection breaks, when it is again: it may
+        be alive, and still hold what nobody needs."""
+        if link := self.link(peer_id):
+            self._say(link, frame)
+        else:
+            self._say_later(peer_id, frame)
+
+    def _say(self, link: Link, frame: Frame) -> None:
+        self._said.setdefault(link.remote, deque(maxlen=MOST_GOODBYES)).append((time.monotonic(), frame))
+        link.send(frame)
+
+    def _say_later(self, peer_id: PeerId, frame: Frame) -> None:
         self._goodbyes.setdefault(peer_id, deque(maxlen=MOST_GOODBYES)).append(frame)
 
     def spawn(self, work) -> asyncio.Task[None]:

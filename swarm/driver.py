@@ -167,9 +167,18 @@ class Driver:
         names.extend(self.tokens)
         self.names, self.context = names, context
 
-    def open(self, route: Route, addresses: Mapping[PeerId, Sequence[str]], now: float, warm: int = 0) -> None:
+    def open(
+        self,
+        route: Route,
+        addresses: Mapping[PeerId, Sequence[str]],
+        now: float,
+        warm: int = 0,
+        ready: Sequence[Sequence[PeerId]] = (),
+    ) -> None:
         """Take a route: at the start, after NeedRoute, or to move to a better one. `warm`: positions that earlier
-        sessions probably left at all its hops; they are not sent. Where that is wrong, gaps bring them."""
+        sessions probably left at all its hops; they are not sent. Where that is wrong, gaps bring them. `ready`: for
+        each hop, who may take the place of a neighbour of its.
+        """
         if self.stopped is not None:
             return
         self.epoch, self.route, self.healing = self.epoch + 1, route, False
@@ -181,11 +190,20 @@ class Driver:
         if self.awaiting:
             repeat = min(self._want, start - (self.config.chunk or LEAST_CHUNK) if self.epoch > 0 else warm)
             start = max(self.done_to, repeat)
+        fresh = [bool(self._seats) and (hop.peer_id, hop.entry, hop.exit) not in self._seats for hop in route]
         body = Open(
             nonce=self.nonce,
             route=tuple(
-                OpenHop(hop.peer_id, tuple(addresses.get(hop.peer_id, ())), hop.entry, hop.exit, self._keep(hop))
-                for hop in route
+                OpenHop(
+                    hop.peer_id,
+                    tuple(addresses.get(hop.peer_id, ())),
+                    hop.entry,
+                    hop.exit,
+                    self._keep(hop),
+                    fresh[index],
+                    tuple((peer, tuple(addresses.get(peer, ()))) for peer in (ready[index] if ready else ())),
+                )
+                for index, hop in enumerate(route)
             ),
             names=self.all_names(),
             need_end=start,
@@ -196,6 +214,8 @@ class Driver:
         self._seats.update((hop.peer_id, hop.entry, hop.exit) for hop in route)
         for peer_id in sorted(route.peers):
             self._send(peer_id, Frame(type=FrameType.OPEN, body=body))
+        if fresh[0] and start:
+            self._pay(FrameType.FILL, 0, start)
         if self.awaiting:
             self._send_step(start)
 

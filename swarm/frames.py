@@ -66,6 +66,8 @@ class OpenHop(msgspec.Struct, array_like=True, frozen=True):
     entry: int
     exit: int
     keep_to: int  # content of this seat beyond this position is not to be trusted
+    fresh: bool = False  # it begins with nothing, and the hop before sends what is wanted without being asked
+    ready: tuple[tuple[str, tuple[str, ...]], ...] = ()  # be connected with: a neighbour's spares
 
 
 class Open(msgspec.Struct, array_like=True, frozen=True):

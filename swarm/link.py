@@ -21,6 +21,7 @@ from swarm.connection import Connection
 from swarm.frames import NO_SESSION, Frame, FrameType, Probe
 from swarm.wire import Limits
 
+SILENT, REPLACED = "silent", "replaced"  # begin the reason of a link that was given up, or that another one followed
 _WRITE_BYTES = 128 * 1024  # taken from the queues at once
 _TURN_BYTES = 1024 * 1024  # written in one turn of the loop; the rest in the next, so that reading goes on
 _MOST_PONGS = 32  # queued, to one who asks and does not read
@@ -34,9 +35,9 @@ _ASKED_AGAIN = 3  # at most
 class Heartbeat:
     """Seconds. A watched link on which nothing comes is asked, asked again, and given up."""
 
-    ping_after_s: float = 1.0
+    ping_after_s: float = 0.5
     ping_every_s: float = 0.5
-    dead_after_s: float = 2.5
+    dead_after_s: float = 2.0
     measure_every_s: float = 5.0  # a ping on a watched link that is not silent, to keep its round trip current
 
     def __post_init__(self) -> None:
@@ -228,7 +229,7 @@ class Link:
             case Verdict.PING:
                 self._ping()
             case Verdict.DEAD:
-                self.lose(f"silent for {self._silence.seconds(now):.1f} s")
+                self.lose(f"{SILENT} for {self._silence.seconds(now):.1f} s")
 
     # --- the channel's sink ---
 

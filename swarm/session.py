@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 PROBE_S = 0.3  # an accused end of a broken edge has this long to answer us
 LOOK_EVERY_S = 0.2  # at the directory, while no route is found
 RESUMED_EPOCHS = 1 << 16  # above whatever the process before opened after it was saved last
+SPARES = 2  # of each hop, to be connected with
 WARM_TOKENS = 64  # a replay pays off only over tokens to come: this many are expected
 
 
@@ -270,10 +271,10 @@ class Session:
             match effect:
                 case Send(peer_id, frame):
                     link = self.client.link(peer_id)
-                    if link is not None:
+                    if self._closed:
+                        self.client.say_goodbye(peer_id, frame)
+                    elif link is not None:
                         link.send(frame)
-                    elif self._closed:
-                        self.client.say_later(peer_id, frame)
                     else:
                         self.driver.link_lost(peer_id, "no connection")
                 case Output():
@@ -344,9 +345,11 @@ class Session:
 
     def _take(self, plan: Plan, reason: str, since: float) -> None:
         self.plan, before, now = plan, self.driver.route, time.monotonic()
-        addresses = {peer_id: self.client.addresses(peer_id) for peer_id in plan.route.peers}
+        ready = self._ready(plan.route)
+        known = plan.route.peers.union(*ready)
+        addresses = {peer_id: self.client.addresses(peer_id) for peer_id in known}
         warm = self.client.warm_positions(self, plan.route) if self.config.share_prefixes and before is None else 0
-        self.driver.open(plan.route, addresses, now, warm)
+        self.driver.open(plan.route, addresses, now, warm, ready)
         self.client.watch(plan.route.peers)
         self.recoveries.append(
             Recovery(at_s=since, position=self.position, reason=reason, seconds=now - since, before=before,
@@ -354,9 +357,24 @@ class Session:
         )  # fmt: skip
         self.act()
 
+    def _ready(self, route: Route) -> list[list[PeerId]]:
+        """For each hop, who may take the place of the hop before or after it: connections that are there already spare
+        a failover their handshakes."""
+        avoided = self._avoid_peers | self._excluded | route.peers
+        spares = [self.client.spares(hop, avoided)[:SPARES] for hop in route]
+        return [
+            [peer_id for other in (index - 1, index + 1) if 0 <= other < len(spares) for peer_id in spares[other]]
+            for index in range(len(spares))
+        ]
+
     @property
     def _limit_s(self) -> float:
         return max(self.config.recovery_s, self.config.wait_s)
+
+    @property
+    def _patience_s(self) -> float:
+        """For blocks that nobody serves. That our own network is gone says nothing about them."""
+        return self._limit_s if self.client.offline else self.config.wait_s
 
     def _gave_up(self, reason: str) -> SessionError:
         if self._full:
@@ -372,12 +390,12 @@ class Session:
             now = time.monotonic()
             busy = {peer: until - now for peer, until in self.client.busy_until.items() if until > now}
             try:
-                plan = self.client.plan(self._request(), without=self._excluded | failed | busy.keys())
+                plan = self._plan(self._excluded | failed | busy.keys())
             except NoRoute as error:
                 if busy:
                     self._full = True
                     await asyncio.sleep(min(busy.values()))  # full, but alive: worth waiting for
-                elif looked_at >= (asked := max(since, self._sent_at)) and now - asked >= self.config.wait_s:
+                elif looked_at >= (asked := max(since, self._sent_at)) and now - asked >= self._patience_s:
                     raise _nobody_left(error, failed) from error
                 else:
                     await self.client.look_again(pause_s=0.0 if looked_at < asked else LOOK_EVERY_S)
@@ -388,6 +406,17 @@ class Session:
             self._avoid_peers |= lost
             if not lost and not self._lost_again:
                 return plan
+
+    def _plan(self, without: frozenset[PeerId]) -> Plan:
+        """Rather by a peer that failed once and is connected again than by one that is gone: dialling that one costs
+        time, and most often brings nothing else. Raises NoRoute."""
+        gone = frozenset(peer_id for peer_id in self._avoid_peers if self.client.link(peer_id) is None)
+        try:
+            return self.client.plan(self._request(), without=without | gone)
+        except NoRoute:
+            if gone <= without:
+                raise
+            return self.client.plan(self._request(), without=without)
 
     def _request(self) -> Request:
         now = time.monotonic()

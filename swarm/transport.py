@@ -33,7 +33,7 @@ from swarm.handshake import (
     tls_binding,
 )
 from swarm.identity import Identity, public_key_of
-from swarm.link import Heartbeat, Link, LinkHandler
+from swarm.link import REPLACED, Heartbeat, Link, LinkHandler
 from swarm.wire import Limits
 
 __all__ = ["Admission", "Endpoint", "Heartbeat", "Limits", "Link", "LinkHandler", "StreamCarrier"]
@@ -174,7 +174,9 @@ class Endpoint:
                 link = await asyncio.shield(dial.found)
         except TimeoutError:
             why = "; ".join([*dict.fromkeys(dial.errors), f"no answer within {timeout_s:g} s"])
-            raise Unreachable(f"{peer_id} cannot be reached: {why}") from None
+            unreachable = Unreachable(f"{peer_id} cannot be reached: {why}")
+            unreachable.silent = not dial.errors
+            raise unreachable from None
         finally:
             dial.waiters -= 1
             # A hello under way is seen through: the other side may have taken it for good.
@@ -313,7 +315,7 @@ class Endpoint:
             dial = None
             old = [other for other in self._clients if other.remote == link.remote and other.instance == link.instance]
         for other in old:
-            other.lose("replaced by a new connection from the same id")
+            other.lose(f"{REPLACED} by a new connection from the same id")
         if link.role == "peer":
             self._peers[link.remote] = link
             self._remember(link.remote, link.nonce)

@@ -278,6 +278,11 @@ def _check_open(body: Open, limits: Limits) -> str:
             return f"the route is not a chain at block {at}"
         if len(hop.addresses) > 16 or len(hop.peer_id) > 64 or any(len(text) > 256 for text in hop.addresses):
             return "a peer id or its addresses are too long"
+        if len(hop.ready) > 8:
+            return f"{len(hop.ready)} peers to be connected with; at most 8 are allowed"
+        for peer_id, addresses in hop.ready:
+            if len(addresses) > 16 or len(peer_id) > 64 or any(len(text) > 256 for text in addresses):
+                return "a peer id or its addresses are too long"
         at = hop.exit
     return ""
 

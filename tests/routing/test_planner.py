@@ -74,13 +74,13 @@ def price(chain: Route, view: View, costs: Costs, request: Request) -> tuple[int
     faults, seconds, before = 0, 0.0, CLIENT
     for hop in chain:
         its_record = view.records[hop.peer_id]
-        faults += (hop.peer_id in request.avoid_peers) + ((before, hop.peer_id) in request.avoid_edges)
+        faults += (hop.peer_id in request.avoid_peers) + 4 * ((before, hop.peer_id) in request.avoid_edges)
         seconds += costs.link_s(before, hop.peer_id)
         seconds += costs.transfer_s(before, hop.peer_id, request.tokens * request.row_bytes)
         seconds += costs.queue_s(its_record) + request.penalties.get(hop.peer_id, 0.0)
         seconds += sum(costs.block_s(its_record, request.tokens) for _ in range(hop.entry, hop.exit))
         before = hop.peer_id
-    faults += (before, CLIENT) in request.avoid_edges
+    faults += 4 * ((before, CLIENT) in request.avoid_edges)
     return faults, seconds + costs.link_s(before, CLIENT) + costs.transfer_s(
         before, CLIENT, request.row_bytes
     )
@@ -332,6 +332,12 @@ def test_as_few_avoided_as_possible_whatever_they_cost():
     assert (result.route, result.avoided) == (route("slow 0:4"), 1)
 
 
+def test_an_edge_that_broke_is_worse_than_peers_that_failed_once():
+    view = view_of(2, record("a", "0:1"), record("b", "1:2"), record("c", "0:1"), record("d", "1:2"))
+    request = Request(n_blocks=2, avoid_peers=frozenset("cd"), avoid_edges=frozenset({("a", "b")}))
+    assert plan(view, Costs(), request, NOW).route in (route("a 0:1", "d 1:2"), route("c 0:1", "b 1:2"))
+
+
 def test_avoided_edges_are_directed_and_include_the_ways_from_and_to_the_client():
     view = view_of(2, record("a", "0:2"), record("b", "0:2", decode_s=1.0))
     costs = near(CLIENT, "a", "b")
@@ -390,7 +396,7 @@ def test_explain_says_why_and_what_each_hop_costs():
     view = view_of(2, record("a", "0:1", queue_s=0.005), record("b", "0:2", decode_s=0.5))
     request = Request(n_blocks=2, avoid_peers=frozenset({"b"}), penalties={"b": 0.001})
     lines = plan(view, costs, request, NOW).explain().splitlines()
-    assert lines[0].startswith("546.0 ms (fastest chain; nothing else covers the model without 1 use")
+    assert lines[0].startswith("546.0 ms (fastest chain; nothing covers the model without peers that failed")
     assert lines[1] == "a[0:1]: 25.0 ms = network 10.0 + queue 5.0 + compute 10.0"
     assert lines[2] == "b[1:2]: 521.0 ms = network 20.0 + queue 0.0 + compute 500.0 + penalty 1.0"
     equal = view_of(1, record("a", "0:1"), record("b", "0:1"))
