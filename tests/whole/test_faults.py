@@ -7,6 +7,7 @@ import random
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -377,3 +378,30 @@ async def test_random_faults(seed: int, tiny: Path, local: Reference) -> None:
         await disturbing
         for session in sessions:
             await session.__aexit__()
+
+
+async def test_who_failed_earlier_and_is_connected_goes_before_who_is_gone(
+    tiny: Path, local: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dial to the peer that has just died would be waited for."""
+    async with running(tiny, ["0:3", "3:6", "3:6"]) as (swarm, model), model.session() as session:
+        text = Text(session, local)
+        await text.more(2)
+        first = used(swarm, session, 1)
+        await asyncio.to_thread(first.kill)
+        await text.more(2)
+        second = used(swarm, session, 1)
+        swarm.tell(await swarm.restart(first), decode_s=10.0)  # by cost alone it would be the dead one
+        await model.client.refresh()
+        await model.client.probe()
+        dialled: list[str] = []
+        dial = type(model.client)._dial
+
+        async def noted(self: Any, peer_id: str, timeout_s: float) -> Any:
+            dialled.append(peer_id)
+            return await dial(self, peer_id, timeout_s)
+
+        monkeypatch.setattr(type(model.client), "_dial", noted)
+        await asyncio.to_thread(second.kill)
+        await text.more(2)
+        assert used(swarm, session, 1).peer_id == first.peer_id and second.peer_id not in dialled

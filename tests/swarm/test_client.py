@@ -1,0 +1,81 @@
+"""What a client says when a session is over arrives, however often the connection breaks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm import client as client_module
+from swarm.checkpoint import open_checkpoint
+from swarm.client import ClientConfig, SwarmClient
+from swarm.families import family_of
+from swarm.frames import Frame, FrameType
+from swarm.joincode import JoinCode
+from tests.tiny import make_tiny
+
+PEER = "a peer"
+
+
+class FakeLink:
+    """A connection to PEER that remembers what was sent."""
+
+    remote = PEER
+
+    def __init__(self) -> None:
+        self.sent: list[Frame] = []
+
+    def send(self, frame: Frame) -> None:
+        self.sent.append(frame)
+
+
+class Connected:
+    def __init__(self, client: SwarmClient, patch: pytest.MonkeyPatch):
+        self.client = client
+        self.now: FakeLink | None = None
+        patch.setattr(client, "link", lambda peer_id: self.now)
+
+    def opens(self) -> FakeLink:
+        self.now = FakeLink()
+        self.client.link_opened(self.now)  # type: ignore[arg-type]
+        return self.now
+
+    def breaks(self) -> None:
+        link: Any = self.now
+        self.now = None
+        self.client.link_lost(link, "silent for 2.0 s")
+
+
+@pytest.fixture
+def connected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Connected:
+    checkpoint = open_checkpoint(str(make_tiny("llama", tmp_path)))
+    join = JoinCode(bootstrap=("/ip4/192.0.2.1/tcp/1/p2p/12D3KooW",), fingerprint=bytes(32))
+    return Connected(SwarmClient(checkpoint, family_of(checkpoint.config), join, ClientConfig()), monkeypatch)
+
+
+def goodbye(number: int) -> Frame:
+    return Frame(type=FrameType.CLOSE, session=bytes([number]) * 16)
+
+
+def test_it_is_said_again_when_the_connection_broke_and_when_there_was_none(connected: Connected) -> None:
+    first = connected.opens()
+    connected.client.say_goodbye(PEER, goodbye(1))
+    assert first.sent == [goodbye(1)]
+    connected.breaks()
+    connected.client.say_goodbye(PEER, goodbye(2))
+    second = connected.opens()
+    assert second.sent == [goodbye(1), goodbye(2)]
+    connected.breaks()
+    assert connected.opens().sent == [goodbye(1), goodbye(2)]
+
+
+def test_not_for_ever_and_not_without_bounds(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
+    connected.opens()
+    for number in range(2 * client_module.MOST_GOODBYES):
+        connected.client.say_goodbye(PEER, goodbye(number % 256))
+    connected.breaks()
+    assert len(connected.opens().sent) == client_module.MOST_GOODBYES
+    monkeypatch.setattr(client_module, "GOODBYE_S", 0.0)
+    connected.breaks()
+    assert connected.opens().sent == []
