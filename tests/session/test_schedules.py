@@ -51,9 +51,9 @@ def verdict(hurt: VirtualClient, truth: list[int]) -> str | None:
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(k for k, on in v.items() if on) or "plain")
 def test_disturbed_runs_end_with_the_clean_text(variant: dict) -> None:
-    for seed in range(150):
-        for windows in (False, True):
-            assert outcome(seed, {**variant, "windows": windows}) is None, f"seed {seed}, {variant}, {windows=}"
+    for seed in range(180):
+        shape = {**variant, "windows": seed % 3 == 0}
+        assert outcome(seed, shape) is None, f"seed {seed}, {shape}"
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(k for k, on in v.items() if on) or "plain")
