@@ -1,11 +1,8 @@
-"""Some seconds of `make chaos`, and its schedule."""
+"""The schedule of `make chaos`; some seconds of it run in test_wide.py."""
 
 from __future__ import annotations
 
-import pytest
-
-from tests.lab.chaos import run, schedule
-from tests.lab.lab import why_not
+from tests.lab.chaos import schedule
 
 
 def test_a_seed_gives_the_same_faults_every_time() -> None:
@@ -13,10 +10,3 @@ def test_a_seed_gives_the_same_faults_every_time() -> None:
     faults = schedule(3, 600, 6)
     assert {fault.kind for fault in faults} >= {"kill", "freeze", "cut", "edge", "client gone", "partition"}
     assert all(0 <= fault.peer < 6 and fault.peer != fault.other and fault.at_s < 600 for fault in faults)
-
-
-@pytest.mark.processes
-@pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
-def test_texts_survive_chaos() -> None:
-    said: list[str] = []
-    assert not run(5, 12.0, said.append), "\n".join(said)

@@ -12,6 +12,7 @@ import pytest
 
 from bench.children import Client
 from swarm.local import LocalPeer
+from tests.lab.chaos import Chaos, Texts, schedule
 from tests.lab.lab import Lab, why_not
 from tests.lab.swarm import LabSwarm
 from tests.tiny import make_tiny
@@ -58,7 +59,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wide]:
         Lab(hosts=1 + len(TWICE), delay_ms=DELAY_MS) as lab,
         LabSwarm(lab, str(folder), TWICE) as swarm,
     ):
-        client = Client(str(folder), swarm.join_code, Path(logs), before=lab.on(1))
+        client = Client(str(folder), swarm.join_code, Path(logs), before=lab.on(1), wait_s=60.0)
         try:
             client.wait_for_peers(len(TWICE))
             wide = Wide(folder, lab, swarm, client)
@@ -74,8 +75,11 @@ def healed(wide: Wide) -> Iterator[None]:
     wide.heal()
 
 
-@pytest.mark.parametrize("hop", [0, 1], ids=["first hop", "last hop"])
-@pytest.mark.parametrize("ways", [{}, {"inward": False}, {"outward": False}], ids=["both ways", "outward", "inward"])
+@pytest.mark.parametrize(
+    ("hop", "ways"),
+    [(0, {}), (1, {"inward": False}), (0, {"outward": False})],
+    ids=["first hop, both ways", "last hop, outward", "first hop, inward"],
+)
 def test_a_host_that_falls_silent(hop: int, ways: dict[str, Any], wide: Wide) -> None:
     stall_s, routes = wide.disturbed(lambda route: wide.lab.cut(wide.host(route[hop]), **ways))
     assert len(routes) >= 2 and stall_s < 6, f"{stall_s:.1f} s, {routes}"
@@ -102,3 +106,12 @@ def test_the_clients_own_network_is_gone_for_a_while(wide: Wide) -> None:
     stall_s, routes = wide.disturbed(gone)
     timer.join()
     assert 4 < stall_s < 20, f"{stall_s:.1f} s, {routes}"
+
+
+def test_texts_survive_chaos(wide: Wide) -> None:
+    """Some seconds of what `make chaos` does for as long as one likes, on this swarm."""
+    chaos, said = Chaos(wide.lab, wide.swarm), list[str]()
+    with Texts(wide.client, wide.reference) as texts:
+        chaos.play(schedule(28, 8.0, len(TWICE)), said.append)
+    assert texts.done and not texts.wrong and not texts.failed, "\n".join([*said, *texts.wrong, *texts.failed])
+    assert len(chaos.happened) >= 3, said

@@ -171,10 +171,12 @@ def silent_renewal(patch: pytest.MonkeyPatch) -> None:
 )
 def test_each_part_of_the_rule_is_needed(take_out, monkeypatch: pytest.MonkeyPatch) -> None:
     """With any part removed, some seed hangs or ends with another text."""
-    for seed in range(600):  # fill the cache of clean texts before the rule is broken
+    # One is missed only where a liar was left at a place that the next session comes to: the first such seed is 307.
+    seeds = range(300, 420) if take_out is adopt_whatever_was_left else range(200)
+    for seed in seeds:  # fill the cache of clean texts before the rule is broken
         clean_text(seed)
     take_out(monkeypatch)
-    for seed in range(600):
+    for seed in seeds:
         for variant in (v for v in VARIANTS if not v["timers"]):
             truth = list(clean_text(seed))
             try:
@@ -184,6 +186,6 @@ def test_each_part_of_the_rule_is_needed(take_out, monkeypatch: pytest.MonkeyPat
                 return
             if verdict(hurt, truth) is not None:
                 return
-    pytest.fail("this part of the rule was not missed in 2,400 runs")
+    pytest.fail("this part of the rule was not missed in hundreds of runs")
 
 
