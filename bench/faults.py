@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from bench.children import Client, as_run
 from bench.figures import Figure, Run, longest_gap_s
@@ -25,7 +26,7 @@ def stall(setting: Setting) -> list[Figure]:
             for _ in range(setting.rounds):
                 run, victim = _disturbed(setting, swarm, client, hop, LocalPeer.kill)
                 runs.append(run)
-                _bring_back(swarm, victim)
+                bring_back(swarm, victim)
                 client.wait_for_peers(len(TWICE))
             figures += _figures(f"SIGKILL of the {words}", runs, expected)
     return figures
@@ -54,18 +55,34 @@ def _disturbed(
     setting: Setting, swarm: LocalSwarm, client: Client, hop: int, harm: Callable[[LocalPeer], None]
 ) -> tuple[Run, LocalPeer]:
     """One generation; as soon as token 64 is there, the peer that serves that hop of the route is harmed."""
-    client.send(client.request([setting.prompt(0)], NEW, tell_at=AT))
+    facts, victim = disturbed(swarm, client, setting.prompt(0), NEW, AT, hop, harm)
+    return as_run(facts), victim
+
+
+def disturbed(
+    swarm: LocalSwarm,
+    client: Client,
+    prompt: Sequence[int],
+    new: int,
+    at: int,
+    hop: int,
+    harm: Callable[[LocalPeer], object],
+) -> tuple[dict[str, Any], LocalPeer]:
+    """What the client says of one generation of `new` tokens; as soon as `at` of them are there, the peer that serves
+    that hop of the route is harmed.
+    """
+    client.send(client.request([prompt], new, tell_at=at))
     route = client.next()["route"]
     victim = next(peer for peer in swarm.peers if peer.alive and peer.peer_id == route[hop])
     harm(victim)
     try:
-        return as_run(client.next()["runs"][0]), victim
+        return client.next()["runs"][0], victim
     except BaseException:
         victim.thaw()
         raise
 
 
-def _bring_back(swarm: LocalSwarm, victim: LocalPeer) -> None:
+def bring_back(swarm: LocalSwarm, victim: LocalPeer) -> None:
     """The founder may be the one that died: who comes back enters through a peer that lives."""
     swarm.join_code = next(peer.facts["join_code"] for peer in swarm.peers if peer.alive)
     swarm.add(victim.span, identity=victim.log.stem)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from statistics import median
 
-from bench.children import Client, as_run
-from bench.figures import Figure, Run, gaps_s
+from bench.children import as_run
+from bench.faults import HOPS, TWICE, bring_back, disturbed
+from bench.figures import Figure, gaps_s, longest_gap_s
 from bench.setting import Setting
 from swarm.local import LocalPeer
-from tests.lab.swarm import LabSwarm
 
 DELAY_MS = 25.0
 THREE_PEERS = ("0:10", "10:20", "20:30")
-TWICE = ("0:15", "15:30", "0:15", "15:30")
 NEW = 32
 CONTEXT = 100
 AT, AFTER = 12, 24  # the kill, and the end
-HOPS = {"first hop": 0, "last hop": -1}
 
 
 def speed(setting: Setting) -> list[Figure]:
@@ -52,11 +49,11 @@ def lost(setting: Setting) -> list[Figure]:
         for words, hop in HOPS.items():
             stalls, equal = [], []
             for _ in range(setting.rounds):
-                run, replay_s, victim = _disturbed(client, swarm, prompt, hop, LocalPeer.kill)
-                stalls.append((max(gaps_s(run)) - replay_s) / (2 * DELAY_MS / 1e3))
+                facts, victim = disturbed(swarm, client, prompt, AFTER, AT, hop, LocalPeer.kill)
+                run, replay_s = as_run(facts), facts["spent_ms"]["prefill"][hop] / 1e3
+                stalls.append((longest_gap_s(run) - replay_s) / (2 * DELAY_MS / 1e3))
                 equal.append(run.ids == expected.ids)
-                swarm.join_code = next(peer.facts["join_code"] for peer in swarm.peers if peer.alive)
-                swarm.add(victim.span, identity=victim.log.stem)
+                bring_back(swarm, victim)
                 client.wait_for_peers(len(TWICE))
             figures.append(
                 Figure.of_median(f"{DELAY_MS:g} ms one way, SIGKILL of the {words}, {CONTEXT} tokens: stall beyond "
@@ -64,10 +61,11 @@ def lost(setting: Setting) -> list[Figure]:
             )  # fmt: skip
         stalls, equal = [], []
         for _ in range(setting.rounds):
-            run, _, victim = _disturbed(
-                client, swarm, prompt, HOPS["last hop"], lambda peer: swarm.lab.cut(swarm.host_of(peer))
+            facts, victim = disturbed(
+                swarm, client, prompt, AFTER, AT, HOPS["last hop"], lambda peer: swarm.lab.cut(swarm.host_of(peer))
             )
-            stalls.append(max(gaps_s(run)))
+            run = as_run(facts)
+            stalls.append(longest_gap_s(run))
             equal.append(run.ids == expected.ids)
             swarm.lab.heal(swarm.host_of(victim))
             client.wait_for_peers(len(TWICE))
@@ -76,15 +74,3 @@ def lost(setting: Setting) -> list[Figure]:
                              f"equal to local: {sum(equal)} of {len(equal)}")
         )  # fmt: skip
     return figures
-
-
-def _disturbed(
-    client: Client, swarm: LabSwarm, prompt: list[int], hop: int, harm: Callable[[LocalPeer], object]
-) -> tuple[Run, float, LocalPeer]:
-    """One generation with a hop harmed in the midst of it; what computing the context took that hop at the start."""
-    client.send(client.request([prompt], AFTER, tell_at=AT))
-    route = client.next()["route"]
-    victim = next(peer for peer in swarm.peers if peer.alive and peer.peer_id == route[hop])
-    harm(victim)
-    facts = client.next()["runs"][0]
-    return as_run(facts), facts["spent_ms"]["prefill"][hop] / 1e3, victim

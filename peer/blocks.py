@@ -73,7 +73,6 @@ class RotaryTables:
     def _reach(self, positions: int) -> None:
         if positions <= self._length:
             return
-        assert self._rotary is not None
         self._length = max(positions, 2 * self._length, FIRST_TABLE)
         for kind in self._kinds:
             if self._short is None:

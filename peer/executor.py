@@ -120,7 +120,7 @@ class Pass:
             offset += count
         pack = Pack(segments)
         blocks, first = self._blocks, self._blocks.span.start
-        stretches = [(item.seat.position, item.seat.position + item.hidden.shape[0], item.long) for item in items]
+        stretches = [(segment.past, segment.end, item.long) for segment, item in zip(segments, items, strict=True)]
         rotary = blocks.rotary.rows(stretches)
         index = start - first
         while index < end - first:

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from bench.children import ChildFailed, Client
+from bench.figures import longest_gap_s
 from routing.errors import StartError, TimedOut
 from swarm.local import LocalPeer
 from tests.lab.lab import Lab, why_not
@@ -171,7 +172,7 @@ class Texts:
                 continue
             for prompt, run in zip(prompts, runs, strict=True):
                 self.done += 1
-                self.longest_s = max(self.longest_s, max(b - a for a, b in zip(run.times, run.times[1:], strict=False)))
+                self.longest_s = max(self.longest_s, longest_gap_s(run))
                 try:
                     self.reference.check(prompt, run.ids, NEW)
                 except AssertionError as error:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from bench.children import Client
+from bench.children import Client, as_run
+from bench.figures import longest_gap_s
 from swarm.local import LocalPeer
 from tests.lab.chaos import Chaos, Texts, schedule
 from tests.lab.lab import Lab, why_not
@@ -39,9 +40,9 @@ class Wide:
         reasons of its routes."""
         self.client.send(self.client.request([self.ids], NEW, tell_at=AT))
         harm([self.swarm.by_id(peer_id) for peer_id in self.client.next()["route"]])
-        run = self.client.next()["runs"][0]
-        self.reference.check(self.ids, run["ids"], NEW)
-        return max(after - before for before, after in zip(run["times"], run["times"][1:], strict=False)), run["routes"]
+        facts = self.client.next()["runs"][0]
+        self.reference.check(self.ids, facts["ids"], NEW)
+        return longest_gap_s(as_run(facts)), facts["routes"]
 
     def host(self, peer: LocalPeer) -> int:
         return self.swarm.host_of(peer)
