@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol, cast
 
@@ -20,6 +21,8 @@ _READ_BYTES = 256 * 1024
 _CLOSE_S = 1.0  # for the last bytes to leave
 # An idle connection whose other end vanished without a word is gone after two minutes, without any frame.
 _KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
+
+_SENT_AGAIN, _OUT_OF_ORDER = 100, 224  # tcpi_total_retrans, tcpi_rcv_ooopack in Linux's struct tcp_info (linux/tcp.h)
 
 Spawn = Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
 
@@ -73,6 +76,10 @@ class Channel(Protocol):
     paused: bool  # enough is buffered; write on after `sink.writable()`
     closed: asyncio.Future[None]  # done at the end
 
+    @property
+    def mishaps(self) -> int:
+        """Packets so far that had to be sent again, or came out of order; 0 where the system does not tell."""
+
     def write(self, pieces: list[Any]) -> None: ...
 
     def close(self) -> None:
@@ -114,6 +121,18 @@ class TlsChannel(asyncio.Protocol):
         assert self._transport is not None
         return self._transport.get_extra_info("ssl_object").getpeercert(binary_form=True) or b""
 
+    @property
+    def mishaps(self) -> int:
+        if self._transport is None or not hasattr(socket, "TCP_INFO") or sys.platform != "linux":
+            return 0
+        try:
+            raw = self._transport.get_extra_info("socket")
+            info = raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _OUT_OF_ORDER + 4)
+        except OSError:
+            return 0
+        # An older kernel gives less.
+        return sum(int.from_bytes(info[at : at + 4], sys.byteorder) for at in (_SENT_AGAIN, _OUT_OF_ORDER))
+
     def data_received(self, data: bytes) -> None:
         self.sink.data_received(data)
 
@@ -149,6 +168,7 @@ class StreamChannel:
     """A pair of asyncio streams as a channel. Set its sink at once; its two tasks are the spawner's."""
 
     sink: Sink
+    mishaps = 0
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, spawn: Spawn):
         self.paused = False

@@ -29,6 +29,7 @@ _MOST_PINGS = 64  # under way; older ones are given up
 _RTT_SAMPLES = 8
 _LATE_S = 0.1  # past a deadline: this process was not there to hear the answer
 _ASKED_AGAIN = 3  # at most
+LOSSES, LOSSES_S = 2, 120.0  # so many looks within that time at which a packet had been lost: they get lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,8 @@ class Heartbeat:
     ping_every_s: float = 0.5
     dead_after_s: float = 2.0
     measure_every_s: float = 5.0  # a ping on a watched link that is not silent, to keep its round trip current
+    lossy_dead_after_s: float = 6.0  # where packets get lost: TCP sends one for the fourth time after 15 timeouts
+    most_dead_after_s: float = 10.0  # however slow a link has shown itself
 
     def __post_init__(self) -> None:
         if not 0 < self.ping_every_s <= self.ping_after_s < self.dead_after_s or self.measure_every_s <= 0:
@@ -58,11 +61,56 @@ class Verdict(Enum):
     DEAD = "dead"
 
 
-class Silence:
-    """Judges how long the other side has been silent while we were there to hear it. Time is an argument."""
+class SmoothedRtt:
+    """How long answers take: mean and deviation, as TCP keeps them (RFC 6298, section 2). Seconds."""
 
-    def __init__(self, heartbeat: Heartbeat, now: float):
+    def __init__(self) -> None:
+        self.mean_s = self.deviation_s = 0.0
+        self._known = False
+
+    def add(self, rtt_s: float) -> None:
+        if not self._known:
+            self.mean_s, self.deviation_s, self._known = rtt_s, rtt_s / 2, True
+            return
+        self.deviation_s += (abs(rtt_s - self.mean_s) - self.deviation_s) / 4
+        self.mean_s += (rtt_s - self.mean_s) / 8
+
+    @property
+    def late_s(self) -> float:
+        """An answer that takes longer is unusual; 0 while nothing is known."""
+        return self.mean_s + 4 * self.deviation_s
+
+
+class Losses:
+    """Whether packets get lost on a link that lives: then silence may only mean that TCP waits to send one again. What
+    is lost while the other side is silent proves nothing; it may be dead."""
+
+    def __init__(self) -> None:
+        self._mishaps = 0
+        self._seen: deque[float] = deque(maxlen=LOSSES)
+
+    def heard(self, mishaps: int, now: float) -> None:
+        """The other side lives, and there have been so many mishaps."""
+        if mishaps > self._mishaps:
+            self._seen.append(now)
+        self._mishaps = max(mishaps, self._mishaps)
+
+    def frequent(self, now: float) -> bool:
+        return len(self._seen) == LOSSES and now - self._seen[0] < LOSSES_S
+
+
+class Silence:
+    """Judges how long the other side has been silent while we were there to hear it. Time is an argument.
+
+    `rtt` and `losses` are what was measured of the link. One whose answers take long (a loaded uplink, a far satellite)
+    is given time for two of them; one that loses packets, until TCP has sent one for the fourth time.
+    """
+
+    def __init__(
+        self, heartbeat: Heartbeat, now: float, rtt: SmoothedRtt | None = None, losses: Losses | None = None
+    ):
         self._heartbeat = heartbeat
+        self._rtt, self._losses = rtt or SmoothedRtt(), losses or Losses()
         self._since = now
         self._asked = now
 
@@ -73,6 +121,13 @@ class Silence:
     def seconds(self, now: float) -> float:
         return max(0.0, now - self._since)
 
+    def limit_s(self, now: float) -> float:
+        """Silent for so long, the other side is dead."""
+        beat = self._heartbeat
+        slow_s = beat.ping_after_s + beat.ping_every_s + 2 * self._rtt.late_s
+        least_s = beat.lossy_dead_after_s if self._losses.frequent(now) else beat.dead_after_s
+        return max(least_s, min(slow_s, beat.most_dead_after_s))
+
     def look(self, now: float, due: float) -> Verdict:
         """What to do at `now`, for a look that was due at `due`.
 
@@ -82,7 +137,7 @@ class Silence:
         self._since = min(now, self._since + late)
         self._asked = min(now, self._asked + late)
         silent = now - self._since
-        if silent >= self._heartbeat.dead_after_s:
+        if silent >= self.limit_s(now):
             return Verdict.DEAD
         asked = now - self._asked
         asks = silent >= self._heartbeat.ping_after_s and asked >= self._heartbeat.ping_every_s
@@ -137,6 +192,8 @@ class Link:
         self._asked: dict[int, float] = {}  # pings under way: when they were sent
         self._waiters: dict[int, asyncio.Future[float]] = {}
         self._rtts: deque[float] = deque(maxlen=_RTT_SAMPLES)
+        self._smoothed_rtt, self._losses = SmoothedRtt(), Losses()
+        self._heard = False  # since the last look
 
     def __repr__(self) -> str:
         return f"Link({self.role} {self.remote[-6:]}{' closed' if self.closed else ''})"
@@ -154,7 +211,7 @@ class Link:
     @watched.setter
     def watched(self, value: bool) -> None:
         if value and self._silence is None and not self.closed:
-            self._silence = Silence(self._heartbeat, time.monotonic())
+            self._silence = Silence(self._heartbeat, time.monotonic(), self._smoothed_rtt, self._losses)
             self._watch()
         elif not value:
             self._silence = None
@@ -225,6 +282,9 @@ class Link:
         """The endpoint's heartbeat, on the monotonic clock; `due` is when it should have come."""
         if self._silence is None:
             return
+        if self._heard:
+            self._losses.heard(self._channel.mishaps, now)
+            self._heard = False
         match self._silence.look(now, due):
             case Verdict.PING:
                 self._ping()
@@ -236,6 +296,7 @@ class Link:
     def data_received(self, data: bytes) -> None:
         if self._silence is not None:
             self._silence.heard(time.monotonic())
+            self._heard = True
         try:
             if not self.closed:
                 for frame in self._connection.receive_data(data):
@@ -296,6 +357,7 @@ class Link:
             return
         rtt_s = time.monotonic() - asked
         self._rtts.append(rtt_s)
+        self._smoothed_rtt.add(rtt_s)
         waiter = self._waiters.get(number)
         if waiter is not None and not waiter.done():
             waiter.set_result(rtt_s)

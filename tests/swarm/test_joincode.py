@@ -72,7 +72,7 @@ def test_a_wrong_character_is_noticed(at, other):
     broken(TEXT[:at] + other + TEXT[at + 1 :])
 
 
-@pytest.mark.parametrize("edge", [0, len(TEXT) - 1])
+@pytest.mark.parametrize("edge", [0, len(TEXT) - 1], ids=["first", "last"])
 def test_a_character_lost_to_white_space_at_an_edge_is_noticed(edge):
     broken(TEXT[:edge] + " " + TEXT[edge + 1 :])
 

@@ -21,7 +21,7 @@ from swarm.channel import format_address, parse_address
 from swarm.frames import Codec, Frame, FrameType
 from swarm.handshake import make_certificate, server_context
 from swarm.identity import Identity
-from swarm.link import Silence, Verdict
+from swarm.link import Losses, Silence, SmoothedRtt, Verdict
 from swarm.transport import Admission, Endpoint, Heartbeat, Link
 
 IDENTITIES = sorted((Identity.generate() for _ in range(3)), key=lambda identity: identity.peer_id)
@@ -213,6 +213,40 @@ def test_no_pause_of_ours_makes_a_peer_that_answers_look_dead(pauses):
         if not answered:
             silence.heard(now)
         answered = verdict is not Verdict.PING
+
+
+def test_a_link_whose_answers_take_long_is_given_time_for_two():
+    rtt = SmoothedRtt()
+    for rtt_s in [1.0, 1.4] * 20:
+        rtt.add(rtt_s)
+    assert 1.15 < rtt.mean_s < 1.25 and 0.15 < rtt.deviation_s < 0.25
+    limit_s = Silence(Heartbeat(), 0.0, rtt).limit_s(0.0)
+    assert 0.5 + 2 * 1.4 < limit_s < 6
+
+
+@given(st.lists(st.floats(0.0, 100.0), max_size=20))
+def test_the_limit_of_silence_has_bounds(rtts_s):
+    rtt = SmoothedRtt()
+    for rtt_s in rtts_s:
+        rtt.add(rtt_s)
+    assert 2.0 <= Silence(Heartbeat(), 0.0, rtt).limit_s(0.0) <= 10.0
+
+
+def test_a_link_that_loses_packets_is_given_time_until_it_has_been_clean_for_long():
+    losses = Losses()
+    silence = Silence(Heartbeat(), 0.0, losses=losses)
+    losses.heard(1, 1.0)
+    losses.heard(1, 2.0)
+    assert silence.limit_s(2.0) == 2.0, "once is no habit"
+    losses.heard(3, 50.0)
+    assert silence.limit_s(60.0) == 6.0
+    assert silence.limit_s(122.0) == 2.0
+
+
+def test_a_quick_link_is_given_no_more_time():
+    rtt = SmoothedRtt()
+    rtt.add(0.15)
+    assert Silence(Heartbeat(), 0.0, rtt).limit_s(0.0) == 2.0
 
 
 @pytest.mark.parametrize(
