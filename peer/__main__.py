@@ -97,15 +97,18 @@ def serve(
 async def _serve(config, console: Console, until_stdin_closes: bool) -> None:
     from peer.node import Node
 
-    stop = asyncio.Event()
+    stop, at_once = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     main = asyncio.current_task()
     assert main is not None
     started = False
 
     def on_signal() -> None:
-        # While starting there is nothing to say goodbye to: give up at once.
-        stop.set() if started else main.cancel()
+        if not started:
+            main.cancel()  # there is nothing to say goodbye to yet
+        elif stop.is_set():
+            at_once.set()
+        stop.set()
 
     def on_input() -> None:
         if not os.read(sys.stdin.fileno(), 1024):
@@ -125,7 +128,13 @@ async def _serve(config, console: Console, until_stdin_closes: bool) -> None:
         renewing = asyncio.create_task(node.run())
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({renewing, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (renewing, stopping):
+        tasks = [renewing, stopping]
+        if not renewing.done():
+            if node.sessions:
+                console.say("handing over the sessions that are here; Ctrl-C again leaves at once")
+            tasks += [asyncio.create_task(node.hand_over()), asyncio.create_task(at_once.wait())]
+            await asyncio.wait({renewing, *tasks[2:]}, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task

@@ -158,6 +158,37 @@ class SeatCache:
         self.position = positions
         return True
 
+    def pages(self, start: int, end: int) -> tuple[str, bytes] | None:
+        """Keys and values [blocks, 2, kv_heads, end - start, head_dim], then the journal [end - start, hidden], of
+        positions that are held, and their dtype. None where a block has a window: what is behind it may be gone.
+        """
+        drops = any(block in self._windows for block in range(self.entry, self.exit))
+        if drops or not 0 <= start < end <= self.position:
+            return None
+        parts = self._memory.kv[..., start:end, :].reshape(-1), self.journal[start:end].reshape(-1)
+        flat = torch.cat(parts).cpu().view(torch.uint8)
+        return _dtype_name(self.shape.dtype), flat.numpy().tobytes()
+
+    def take_pages(self, start: int, end: int, dtype: str, data: bytes) -> bool:
+        """Appends what `pages` of another seat of the same blocks gave. False, and nothing has changed, if it is not of
+        this seat's shape and dtype, or the budget has no room.
+        """
+        count, shape = end - start, self.shape
+        kv_size = 2 * (self.exit - self.entry) * shape.kv_heads * count * shape.head_dim
+        size = (kv_size + count * shape.hidden) * shape.dtype.itemsize
+        if start != self.position or count < 1 or dtype != _dtype_name(shape.dtype) or len(data) != size:
+            return False
+        try:
+            self.reserve(end)
+        except Overloaded:
+            return False
+        flat = torch.frombuffer(bytearray(data), dtype=shape.dtype).to(shape.device)
+        kv = self._memory.kv[..., start:end, :]
+        kv.copy_(flat[:kv_size].view(kv.shape))
+        self.journal[start:end] = flat[kv_size:].view(count, shape.hidden)
+        self.position = end
+        return True
+
     def bytes_at(self, capacity: int) -> int:
         dropped = sum(min(start, capacity) for start in self._dropped.values())
         return capacity * self.shape.position_bytes(self.exit - self.entry) - dropped * self.shape.block_bytes
@@ -225,8 +256,8 @@ class _Memory:
             flat = torch.frombuffer(self._mapping, dtype=shape.dtype)
         else:
             flat = torch.empty(kv_size + journal_size, dtype=shape.dtype, device=shape.device)
-        self._kv = flat[:kv_size].view(blocks, 2, 1, shape.kv_heads, room, shape.head_dim)
-        self.extents = [(self._kv[index, 0], self._kv[index, 1]) for index in range(blocks)]
+        self.kv = flat[:kv_size].view(blocks, 2, 1, shape.kv_heads, room, shape.head_dim)
+        self.extents = [(self.kv[index, 0], self.kv[index, 1]) for index in range(blocks)]
         self.journal = flat[kv_size:].view(room, shape.hidden)
 
     @classmethod
@@ -237,7 +268,7 @@ class _Memory:
         """With room for `capacity`, and the first `held` positions of this one."""
         room = max(ROOM, capacity, 2 * self.room) if self._shape.device.type == "cpu" else capacity
         new = _Memory(self._blocks, self._shape, room)
-        new._kv[..., :held, :] = self._kv[..., :held, :]
+        new.kv[..., :held, :] = self.kv[..., :held, :]
         new.journal[:held] = self.journal[:held]
         return new
 
@@ -309,3 +340,7 @@ class CacheBudget:
 
     def _more(self, seat: SeatCache, positions: int) -> int:
         return seat.bytes_at(seat.capacity_for(positions)) - seat.bytes_at(seat.capacity)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -71,4 +71,5 @@ class SessionLimits:
     kept_s: float = 600.0  # what a closed session leaves for the client's next ones
     hops: int = 256
     chunk: int = 512  # most positions of a frame passed on
+    ahead_bytes: int = 256 << 20  # that standbys keep and have not computed, all together
     retry_after_ms: int = 500

@@ -110,6 +110,18 @@ class Node:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    @property
+    def sessions(self) -> int:
+        """Sessions of clients that are used now."""
+        return self._service.sessions
+
+    async def hand_over(self) -> None:
+        """Before it is left: no new sessions, and time for the clients to move those that are here. `run` goes on
+        meanwhile."""
+        self._state = PeerState.DRAINING
+        self._announcer.renew_soon()
+        await self._service.hand_over()
+
     # -- start -----------------------------------------------------------------------------------------------
 
     def _take_identity(self, stack: AsyncExitStack) -> None:

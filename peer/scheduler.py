@@ -1,13 +1,14 @@
 """Owns the choice of what runs next. Pure: no torch, no clock, no I/O.
 
-Two lanes. Decode steps, all that are ready, make a pass of their own; chunks of prefill make another, which is left
+Three lanes. Decode steps, all that are ready, make a pass of their own; chunks of prefill make another, which is left
 after any block when decode steps come (`Turns`), so that a prompt of any length delays the tokens of others by little
-and loses nothing by being cut small. In each lane clients take turns, however many sessions each has.
+and loses nothing by being cut small. In each of these clients take turns, however many sessions each has. What only
+keeps a standby warm runs while both are empty.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from peer.seats import Seat, Work
@@ -30,11 +31,17 @@ class Scheduler:
         self.config = config
         self._decode = _Lane()
         self._prefill = _Lane()
+        self._background: deque[Work] = deque()
         self._account = _Account()
 
     def __len__(self) -> int:
         """Works that wait."""
-        return len(self._decode) + len(self._prefill)
+        return len(self._decode) + len(self._prefill) + len(self._background)
+
+    @property
+    def foreground_waits(self) -> bool:
+        """May be asked from another thread."""
+        return bool(self._decode or self._prefill)
 
     @property
     def decode_waits(self) -> bool:
@@ -42,11 +49,26 @@ class Scheduler:
         return bool(self._decode)
 
     def add(self, work: Work) -> None:
-        if _positions(work) <= self.config.decode_most:
+        if work.background:
+            self._background.append(work)
+        elif _positions(work) <= self.config.decode_most:
             self._decode.add(work)
         else:
             self._account.arrives(_client(work), idle=_client(work) not in self._prefill.clients)
             self._prefill.add(work)
+
+    def hurry(self) -> None:
+        """What was in the background, and is wanted now, waits with the others."""
+        for work in [work for work in self._background if not work.background]:
+            self._background.remove(work)
+            self.add(work)
+
+    def next_background(self) -> list[Work]:
+        """Takes the works of the next pass that nobody waits for. Empty if there is none."""
+        chosen: list[Work] = []
+        while self._background and sum(map(_positions, chosen)) < self.config.prefill_most:
+            chosen.append(self._background.popleft())
+        return chosen
 
     def next_decode(self, most: int | None = None) -> list[Work]:
         """Takes the decode steps of the next pass, `most` at most: a step of each client, then a second one, and so on;

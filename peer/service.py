@@ -38,6 +38,9 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 ACTIVE_S = 2.0  # a session that was heard of within this time will be heard of soon
 DIAL_S = 5.0
+HAND_OVER_S = 20.0
+QUIET_S = 2.0
+LOOK_S = 0.05
 MOST_PREPARING = 16  # connections that nobody waits for, being made at a time
 MOST_QUEUED = 256  # frames for a peer that is being dialled
 SMOOTHING = 0.1  # of a new measurement
@@ -83,6 +86,11 @@ class _Batch:
         self.packed: Pass | None = None
         self.seconds = 0.0  # of computing
 
+    @property
+    def waits(self) -> bool:
+        """Nobody wants it soon."""
+        return all(done.work.background for done in self.done)
+
 
 class Service:
     def __init__(
@@ -100,6 +108,7 @@ class Service:
         self._thread, self._executor = thread, Executor(blocks)
         self._scheduler = Scheduler()
         self._prefill: _Batch | None = None  # under way
+        self._background: _Batch | None = None  # under way, too
         self._decode_pass_s = speed.decode_s * len(blocks.span)
         self._endpoint: Endpoint | None = None
         self._tasks = Tasks()
@@ -130,6 +139,21 @@ class Service:
     async def close(self) -> None:
         await self._tasks.close()
 
+    async def hand_over(self, most_s: float = HAND_OVER_S) -> None:
+        """Before the end: until the clients have moved their sessions elsewhere, or nothing is heard of those that they
+        cannot move."""
+        self.table.leave(time.monotonic())
+        self._act()
+        for _ in range(round(most_s / LOOK_S)):
+            if not self.sessions:
+                break
+            await asyncio.sleep(LOOK_S)
+
+    @property
+    def sessions(self) -> int:
+        """That are used now."""
+        return self.table.needed(time.monotonic(), QUIET_S)
+
     @property
     def free_cache_bytes(self) -> int:
         """What sessions may still take: what closed ones left goes first."""
@@ -138,7 +162,7 @@ class Service:
 
     @property
     def _busy(self) -> bool:
-        return self._prefill is not None or len(self._scheduler) > 0
+        return self._prefill is not None or self._background is not None or len(self._scheduler) > 0
 
     async def watch(self) -> None:
         """Ends only with an error: a peer that cannot compute any more must not seem to serve. Raises SwarmError."""
@@ -266,7 +290,7 @@ class Service:
 
     def _needs(self, peer_id: PeerId) -> bool:
         """Whether a session here stands next to that peer."""
-        return any(peer_id == hop.peer_id for session in self.table.sessions.values() for hop in session.route)
+        return any(peer_id == hop.peer_id for session in self.table.sessions.values() for hop in session.places)
 
     def _rtt_us(self, peer_id: PeerId) -> int:
         link = self._link(peer_id)
@@ -303,7 +327,7 @@ class Service:
 
     async def _compute(self) -> None:
         """Turn after turn on the compute thread: a pass of the decode steps that are ready, then prefill until more
-        of them come."""
+        of them come; what only keeps standbys warm while there is neither."""
         while True:
             await self._ready.wait()
             self._ready.clear()
@@ -312,6 +336,7 @@ class Service:
 
     async def _turn(self) -> bool:
         """Whether there was anything to do."""
+        self._hurry()
         steps = self._with_room(self._scheduler.next_decode(self._decode_share()))
         if steps:
             batch = _Batch(steps, time.monotonic())
@@ -328,7 +353,23 @@ class Service:
                 batch, self._prefill = self._prefill, None
                 self._finish(batch)
             return True
-        return bool(steps)
+        if steps:
+            return True
+        if self._background is None:
+            works = self._with_room(self._scheduler.next_background())
+            self._background = _Batch(works, time.monotonic()) if works else None
+        if self._background is None:
+            return False
+        if await self._thread.run(self._advance, self._background, 0.0):
+            batch, self._background = self._background, None
+            self._finish(batch)
+        return True
+
+    def _hurry(self) -> None:
+        """A standby that is called into the route must not wait behind others."""
+        self._scheduler.hurry()
+        if self._background is not None and self._prefill is None and not self._background.waits:
+            self._prefill, self._background = self._background, None
 
     def _decode_share(self) -> int:
         """How many decode steps one pass takes. In a chain of h hops only one of h groups of sessions can be here at
@@ -337,7 +378,7 @@ class Service:
         for session in self.table.sessions.values():
             if session.route and now - session.heard_at < ACTIVE_S:
                 here = sum(hop.peer_id == self.me for hop in session.route)
-                share += max(1, here) / len(session.route)
+                share += here / len(session.route)
         return max(1, math.ceil(share))
 
     def _with_room(self, works: list[Work]) -> list[Work]:
@@ -349,7 +390,8 @@ class Service:
         assert isinstance(seat, SeatCache)
         if self.budget.claim(seat, work.end):
             return True
-        self.table.reclaim(lambda: self.budget.can_hold(seat, work.end))
+        if not work.background:
+            self.table.reclaim(lambda: self.budget.can_hold(seat, work.end))
         if self.budget.claim(seat, work.end):
             return True
         self.table.failed(work, Problem("busy", "no room in the cache"), time.monotonic())
@@ -365,7 +407,7 @@ class Service:
                 if not batch.items:
                     return True
                 batch.packed = self._executor.begin(batch.items)
-            if not batch.packed.advance(lambda seconds: self._scheduler.decode_waits and seconds >= least_s):
+            if not batch.packed.advance(lambda seconds: self._others_wait(batch) and seconds >= least_s):
                 return False
         except (BadInput, Overloaded, RuntimeError) as error:  # torch says RuntimeError for all that it cannot do
             log.exception("a pass failed")
@@ -380,6 +422,9 @@ class Service:
                 entry.work.seat.store.truncate(entry.work.start)
                 entry.problem = self._not_finite(entry.work, item.hidden)
         return True
+
+    def _others_wait(self, batch: _Batch) -> bool:
+        return self._scheduler.foreground_waits if batch.waits else self._scheduler.decode_waits
 
     def _not_finite(self, work: Work, hidden: torch.Tensor) -> Problem:
         """Whose fault. What comes in so goes out so: asked before each pass, it would cost all that are well."""
@@ -404,12 +449,17 @@ class Service:
         return items
 
     def _rows(self, work: Work) -> torch.Tensor:
-        rows = work.frame.rows
+        first, *more = [self._rows_of(frame) for frame in (work.frame, *work.more)]
+        rows = torch.cat([first[work.skip :], *more]) if more else first[work.skip :]
+        return rows.to(self.blocks.shape.dtype)
+
+    def _rows_of(self, frame: Frame) -> torch.Tensor:
+        rows = frame.rows
         if not isinstance(rows, torch.Tensor):
-            rows = decode_rows(rows, Codec(work.frame.codec), self.blocks.shape.hidden)
-        if rows.shape[0] != work.frame.end - work.frame.start:
-            raise ProtocolError(f"{rows.shape[0]} rows for {work.frame.end - work.frame.start} positions")
-        return rows[work.skip :].to(self.blocks.shape.dtype)
+            rows = decode_rows(rows, Codec(frame.codec), self.blocks.shape.hidden)
+        if rows.shape[0] != frame.end - frame.start:
+            raise ProtocolError(f"{rows.shape[0]} rows for {frame.end - frame.start} positions")
+        return rows
 
     def _finish(self, batch: _Batch) -> None:
         self.passes += 1
@@ -428,7 +478,8 @@ class Service:
     def _learn(self, batch: _Batch) -> None:
         works = [entry.work for entry in batch.done]
         for work in works:
-            self.load.waited(max(0.0, batch.begun - work.arrived))
+            if not work.background:
+                self.load.waited(max(0.0, batch.begun - work.arrived))
         if not batch.seconds:
             return
         tokens = sum(work.end - work.start for work in works)

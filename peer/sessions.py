@@ -10,11 +10,13 @@ from collections.abc import Callable, Hashable
 
 from peer.effects import ANSWERS, Effect, Sender, SessionLimits, ToLink
 from peer.prefixes import Donor, Prefixes
-from peer.seats import Seat, SeatStore, Work
+from peer.seats import CLIENT_PLACE, Seat, SeatStore, Work
 from peer.session import PeerSession
 from routing.types import PeerId, Span
 from swarm.frames import NAME_BYTES, Busy, Codec, Frame, FrameType, HopTiming, Open, Problem, Stale
 from swarm.names import count
+
+FOR_CLIENTS = (FrameType.OPENED, FrameType.STALE, FrameType.RESULT, FrameType.LOST, FrameType.LEAVING)
 
 
 class SessionTable:
@@ -38,6 +40,7 @@ class SessionTable:
         self.sessions: dict[bytes, PeerSession] = {}
         self.effects: list[Effect] = []
         self.prefixes = Prefixes(self.limits.kept_s)
+        self.leaving = False
         self._early: dict[Hashable, list[tuple[float, Frame, Sender]]] = {}
 
     def take_effects(self) -> list[Effect]:
@@ -53,7 +56,7 @@ class SessionTable:
             self._open(session, frame, sender)
         elif frame.type is FrameType.CLOSE:
             self._close(session, frame, sender)
-        elif frame.type in (FrameType.OPENED, FrameType.STALE, FrameType.RESULT, FrameType.LOST):
+        elif frame.type in FOR_CLIENTS:
             self.refuse(frame, sender, f"{frame.type.name} is for clients")
         elif session is None or frame.epoch > session.epoch:
             if frame.type not in ANSWERS:  # an answer to an answer would go back and forth for ever
@@ -75,11 +78,12 @@ class SessionTable:
             else:
                 self._stale(frame, sender.link, session)
             return
+        # What stands by is not admitted here: it never takes room from others.
         layers = sum(hop.exit - hop.entry for hop in body.route if hop.peer_id == self.me)
         held = 0
         if session is not None:
             held = min((seat.position for seat in session.seats.values()), default=0)
-        if not self.admit(layers, max(0, count(body.names) - held)):
+        if (self.leaving and session is None) or not self.admit(layers, max(0, count(body.names) - held)):
             busy = Busy(self.limits.retry_after_ms)
             self._answer(frame, sender.link, Frame(type=FrameType.BUSY, body=busy))
             return
@@ -113,7 +117,9 @@ class SessionTable:
             if hop.entry != at or hop.exit <= hop.entry:
                 return "the hops of the route do not follow each other"
             at = hop.exit
-        mine = [hop for hop in body.route if hop.peer_id == self.me]
+        if problem := _standby_refusal(body):
+            return problem
+        mine = [hop for hop in body.route + body.standby if hop.peer_id == self.me]
         if not mine:
             return "this peer is not in the route"
         for hop in mine:
@@ -135,6 +141,20 @@ class SessionTable:
             frame.epoch == session.epoch and session.client in (None, sender.link)
         ):
             self._drop(session, keep_to=frame.end)
+
+    def leave(self, now: float) -> None:
+        """This peer is to end soon: the clients of its sessions move them elsewhere meanwhile."""
+        self.now, self.leaving = now, True
+        for session in self.sessions.values():
+            session.to_client(Frame(type=FrameType.LEAVING, epoch=session.epoch))
+
+    def needed(self, now: float, quiet_s: float) -> int:
+        """Sessions that stand here and that something was heard of in the last `quiet_s`."""
+        return sum(
+            session.client is not None and now - session.heard_at < quiet_s
+            for session in self.sessions.values()
+            if any(seat.hop is not None for seat in session.seats.values())
+        )
 
     def _drop(self, session: PeerSession, keep_to: int = 0) -> None:
         """Ends it. Of the seats of its route, the first `keep_to` positions stay for later sessions of the client."""
@@ -196,9 +216,7 @@ class SessionTable:
         session = work.seat.session
         if work.frame.epoch == session.epoch:
             if problem.kind == "busy":
-                session.to_client(
-                    Frame(type=FrameType.BUSY, epoch=session.epoch, body=Busy(self.limits.retry_after_ms))
-                )
+                session.full(work.seat)
             else:
                 session.problem(work.seat, problem)
         work.seat.abandoned(work)
@@ -207,9 +225,9 @@ class SessionTable:
 
     def upstream_of(self, work: Work) -> PeerId:
         """Who sent the input of a work."""
-        hop = work.frame.hop
-        session = work.seat.session
-        return session.route[hop - 1].peer_id if 0 < hop <= len(session.route) else session.client_id
+        session, place = work.seat.session, work.frame.hop
+        before = session.before(place) if place < len(session.places) else CLIENT_PLACE
+        return session.client_id if before == CLIENT_PLACE else session.places[before].peer_id
 
     def link_lost(self, peer_id: PeerId, reason: str, now: float) -> None:
         """Told for a connection that was renewed at once, too: what was under way is gone."""
@@ -239,7 +257,20 @@ class SessionTable:
                 self._answer(frame, link, Frame(type=FrameType.UNKNOWN, hop=frame.hop))
         for session in list(self.sessions.values()):
             self._tick_session(session)
+        self._bound_ahead()
         self.prefixes.tick(now)
+
+    def _bound_ahead(self) -> None:
+        """Who keeps most for a standby's sake is let go."""
+        seats = [seat for session in self.sessions.values() for seat in session.seats.values()]
+        kept = {seat: seat.following.ahead.nbytes for seat in seats if seat.following.ahead}
+        for seat in sorted(kept, key=lambda seat: kept[seat], reverse=True):
+            if sum(kept.values()) <= self.limits.ahead_bytes:
+                return
+            if seat.stands_by:
+                del kept[seat]
+                seat.following.ahead.clear()
+                seat.session.full(seat)
 
     def _tick_session(self, session: PeerSession) -> None:
         for seat in session.seats.values():
@@ -267,16 +298,20 @@ class SessionTable:
         return best
 
     def reclaim(self, enough: Callable[[], bool]) -> bool:
-        """Evict until `enough`: what closed sessions left, then seats of abandoned sessions, then the longest idle.
+        """Evict until `enough`: what closed sessions left, then seats of abandoned sessions and such as only stand by,
+        then the longest idle.
         They heal by the gap rule when they speak again."""
         while not enough() and self.prefixes.drop_oldest():
             pass
         seats = [
-            (not session.abandoned, session.heard_at, seat)
+            (not (session.abandoned or seat.stands_by), session.heard_at, seat)
             for session in self.sessions.values()
             for seat in session.seats.values()
-            if seat.working is None and not seat.inbox
-            if session.abandoned or seat.hop is None or self.now - session.heard_at > self.limits.idle_s
+            if seat.working is None and not seat.inbox and seat.position
+            if session.abandoned
+            or seat.hop is None
+            or seat.stands_by
+            or self.now - session.heard_at > self.limits.idle_s
         ]
         seats.sort(key=lambda entry: entry[:2])
         for _, _, seat in seats:
@@ -284,6 +319,18 @@ class SessionTable:
                 return True
             seat.evict()
         return enough()
+
+
+def _standby_refusal(body: Open) -> str | None:
+    taken = {(hop.entry, hop.exit, hop.peer_id) for hop in body.route}
+    spans, peers = {(hop.entry, hop.exit) for hop in body.route}, {hop.peer_id for hop in body.route}
+    for hop in body.standby:
+        if (hop.entry, hop.exit) not in spans:
+            return f"no hop of the route has the blocks {hop.entry}:{hop.exit} that {hop.peer_id} is to stand by for"
+        if hop.peer_id in peers or (place := (hop.entry, hop.exit, hop.peer_id)) in taken:
+            return f"{hop.peer_id} cannot stand by for blocks {hop.entry}:{hop.exit}: it is in the route"
+        taken.add(place)
+    return None
 
 
 def _size(frame: Frame) -> int:

@@ -29,6 +29,8 @@ class CostSettings:
     decode_s: float = 0.005  # one token, one block
     prefill_s: float = 0.0002  # one token of a chunk, one block
     bandwidth: float = 12.5e6  # bytes a second, 100 Mbit/s
+    near_s: float = 0.001  # two ends no further apart, one way, are on one machine or one local network
+    near_bandwidth: float = 125e6  # there: bytes a second, 1 Gbit/s
     hop_s: float = 0.0  # of any hop, however few blocks it runs: taking the step, packing, handing it on
     weight: float = 0.25  # of a new measurement in the running mean
     link_half_life_s: float = 300.0
@@ -38,7 +40,7 @@ class CostSettings:
     def __post_init__(self) -> None:
         if not 0 < self.weight <= 1:
             raise BadInput(f"weight must be in (0, 1], not {self.weight}")
-        for name in ("bandwidth", "link_half_life_s", "compute_half_life_s", "queue_half_life_s"):
+        for name in ("bandwidth", "near_bandwidth", "link_half_life_s", "compute_half_life_s", "queue_half_life_s"):
             if not getattr(self, name) > 0:
                 raise BadInput(f"{name} must be above 0, not {getattr(self, name)}")
         if not 0 <= self.hop_s <= LONGEST_S / 2:
@@ -162,7 +164,9 @@ class Costs:
         if nbytes <= 0 or a == b:
             return 0.0
         mean = self._bandwidth.get((a, b))
-        rate = self.settings.bandwidth if mean is None else mean.blend(self.settings.bandwidth, self.now)
+        near = self.link_s(a, b) <= self.settings.near_s
+        prior = self.settings.near_bandwidth if near else self.settings.bandwidth
+        rate = prior if mean is None else mean.blend(prior, self.now)
         return min(nbytes / rate, LONGEST_S)
 
     def queue_s(self, record: PeerRecord) -> float:

@@ -9,7 +9,7 @@ blocks; the last hop also pays the way back to the client. `search.py` finds the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -26,6 +26,9 @@ FAULT_PER_BLOCK = 2.0**16
 transfer, queue, penalty, compute) are at most `LONGEST_S` each, the way back adds two, and 7 x 3600 <
 2^16."""
 
+
+SPLIT_GAIN = 0.2
+"""Of the time of a prompt and its answer: two chains instead of one must save so much, which noise does not."""
 
 EDGE_WEIGHT = 4
 """A broken edge is avoided like so many peers: who failed earlier may well work again, two that cannot reach each other
@@ -135,6 +138,71 @@ def plan(view: View, costs: Costs, request: Request, now: float) -> Plan:
     if kept.avoided > best.avoided or gain_s > request.hysteresis * kept.cost_s:
         return replace(best, fastest_s=best.cost_s)
     return replace(kept, kept=True, fastest_s=min(kept.cost_s, best.cost_s), relaxations=relaxations)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """A prompt on one chain and what follows on another, with the same boundaries."""
+
+    prefill: Plan
+    decode: Plan
+    cost_s: float  # of the prompt, the move and the tokens that are expected
+
+
+def split_plan(
+    view: View,
+    costs: Costs,
+    request: Request,
+    now: float,
+    *,
+    prompt: int,
+    tokens: int,
+    move_s: Callable[[Route, Route], float],
+) -> Plan | Split:
+    """The chain that takes a prompt of `prompt` tokens and then `tokens` more in the least time, or two chains if the
+    second one saves `SPLIT_GAIN` of it. `move_s(before, after)` is how long moving takes, while the first goes on.
+    Raises NoRoute.
+    """
+    quick = plan(view, costs, request, now)
+    prefill = replace(request, tokens=max(2, prompt))
+    strong = plan(view, costs, prefill, now)
+
+    def total_s(route: Route) -> float:
+        return route_cost(route, view, costs, prefill).cost_s + tokens * route_cost(route, view, costs, request).cost_s
+
+    best = min((quick, strong), key=lambda found: total_s(found.route))
+    single = best if best is quick else route_cost(strong.route, view, costs, request)
+    after = _within(strong.route, view, costs, request, now)
+    if after == strong.route:
+        return single
+    before_s, after_s = (route_cost(route, view, costs, request).cost_s for route in (strong.route, after))
+    while_moving = min(tokens, move_s(strong.route, after) / max(before_s, 1e-6))
+    cost_s = strong.cost_s + while_moving * before_s + (tokens - while_moving) * after_s
+    if cost_s >= (1 - SPLIT_GAIN) * total_s(best.route):
+        return single
+    return Split(prefill=strong, decode=route_cost(after, view, costs, request), cost_s=cost_s)
+
+
+def _within(route: Route, view: View, costs: Costs, request: Request, now: float) -> Route:
+    """The cheapest chain with the boundaries of `route`: the shortest path over its hops and who can take each."""
+    servers = _servers(view, request, now)
+    ways: dict[PeerId, tuple[float, tuple[Hop, ...]]] = {CLIENT: (0.0, ())}
+    for hop in route:
+        able = set(servers[hop.entry]).intersection(*servers[hop.entry + 1 : hop.exit]) - request.avoid_peers
+        blocks = hop.exit - hop.entry
+        ways = {
+            peer: min(
+                (
+                    cost + _edge_s(costs, request, end, peer) + costs.queue_s(view.records[peer])
+                    + blocks * costs.block_s(view.records[peer], request.tokens) + request.penalty_s(peer),
+                    (*hops, Hop(peer, hop.entry, hop.exit)),
+                )
+                for end, (cost, hops) in ways.items()
+            )
+            for peer in sorted(able | {hop.peer_id})
+        }  # fmt: skip
+    _, hops = min((cost + _edge_s(costs, request, end, CLIENT), hops) for end, (cost, hops) in ways.items())
+    return Route(hops)
 
 
 def route_cost(route: Route, view: View, costs: Costs, request: Request) -> Plan:

@@ -54,6 +54,13 @@ Stop = Annotated[list[str], typer.Option(metavar="TEXT", help="end before this t
 System = Annotated[str | None, typer.Option(metavar="TEXT", help="what the model is told before the conversation")]
 Wait = Annotated[float, typer.Option(metavar="SECONDS", min=0, help="wait so long for blocks that nobody serves")]
 Timeout = Annotated[float | None, typer.Option(metavar="SECONDS", min=0, help="give an answer up after this time")]
+Standby = Annotated[
+    str,
+    typer.Option(
+        metavar="none|inputs|warm",
+        help="what a second peer of each hop does, if there is one: keep what the hop is sent, or compute it too",
+    ),
+]
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32 or bfloat16, here and on the wire")]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, nothing else")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="log what happens; show tracebacks")]
@@ -102,6 +109,7 @@ def generate(
     system: System = None,
     wait: Wait = 0.0,
     timeout: Timeout = None,
+    standby: Standby = "inputs",
     dtype: Dtype = "float32",
     as_json: Json = False,
     verbose: Verbose = False,
@@ -126,7 +134,7 @@ def generate(
         asking = Asking(
             model=model, join=join, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
             repetition_penalty=repetition_penalty, seed=seed, stop=tuple(stop), system=system, wait_s=wait,
-            timeout_s=timeout, dtype=dtype,
+            timeout_s=timeout, standby=standby, dtype=dtype,
         )  # fmt: skip
         run_loop(answer(console, asking, text, raw=raw))
 
@@ -145,6 +153,7 @@ def chat(
     system: System = None,
     wait: Wait = 0.0,
     timeout: Timeout = None,
+    standby: Standby = "inputs",
     dtype: Dtype = "float32",
     as_json: Json = False,
     verbose: Verbose = False,
@@ -167,7 +176,7 @@ def chat(
         asking = Asking(
             model=model, join=join, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
             repetition_penalty=repetition_penalty, seed=seed, stop=tuple(stop), system=system, wait_s=wait,
-            timeout_s=timeout, dtype=dtype,
+            timeout_s=timeout, standby=standby, dtype=dtype,
         )  # fmt: skip
         talk(console, asking)
 

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 from routing.cost import CLIENT, Costs, CostSettings
-from routing.errors import BadInput, DaemonFailed, SwarmError, TimedOut, Unreachable, WrongModel
+from routing.errors import BadInput, DaemonFailed, NoRoute, SwarmError, TimedOut, Unreachable, WrongModel
 from routing.health import Health
-from routing.planner import Plan, Request, plan
+from routing.planner import Plan, Request, Split, plan, route_cost, split_plan
 from routing.types import Hop, PeerId, PeerRecord, PeerState, Route
 from routing.view import Expired, RecordSeen, View, apply
 from swarm import manifest as manifests
@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest"
 TICK_S = 0.25
+CHUNK = 64  # positions of prefill, to ask for its cost
 HOP_S = 0.002  # one more hop on loopback costs about this; a route is not cut up for less
 MOST_GOODBYES = 64  # CLOSE frames kept for a peer that is not connected now
 GOODBYE_S = 300.0  # after so long, a peer has noticed by itself that nobody speaks
@@ -82,6 +83,7 @@ class SwarmClient:
         self.costs = Costs(CostSettings(hop_s=HOP_S))
         self.health = Health()
         self.busy_until: dict[PeerId, float] = {}
+        self.leaving: dict[PeerId, float] = {}  # said so, and when
         self.sessions: dict[bytes, Session] = {}
         self.scope = 0  # part of all names: what was computed before a peer was found wrong is not shared after
         self.warm = WarmPrefixes()
@@ -220,6 +222,51 @@ class SwarmClient:
             view = View({peer: r for peer, r in view.records.items() if peer not in without}, self.n_blocks)
         return plan(view, self.costs, request, self.dht_time())
 
+    def plan_split(
+        self, request: Request, prompt: int, tokens: int, *, without: frozenset[PeerId] = frozenset()
+    ) -> Plan | Split:
+        """The quickest way through a prompt and an answer: one chain, or two. Raises NoRoute."""
+        self.costs.advance(time.monotonic())
+        records = {peer: r for peer, r in self.view.records.items() if peer not in without}
+        view = View(records, self.n_blocks)
+
+        def move_s(before: Route, after: Route) -> float:
+            moved = [(old.peer_id, hop) for old, hop in zip(before, after, strict=True) if old.peer_id != hop.peer_id]
+            each_s = [min(self._transfer_s(old, hop, prompt), self._replay_s(hop, prompt)) for old, hop in moved]
+            return max(each_s, default=0.0)
+
+        return split_plan(view, self.costs, request, self.dht_time(), prompt=prompt, tokens=tokens, move_s=move_s)
+
+    def price(self, route: Route, request: Request) -> Plan | None:
+        """What a given route costs now; None if a record is gone."""
+        self.costs.advance(time.monotonic())
+        try:
+            return route_cost(route, self.view, self.costs, request)
+        except NoRoute:
+            return None
+
+    def transfer_pays(self, source: PeerId, hop: Hop, positions: int) -> bool:
+        """Whether keys, values and outputs of so many positions come from a peer sooner than that hop's computes
+        them."""
+        self.costs.advance(time.monotonic())
+        return self._transfer_s(source, hop, positions) < self._replay_s(hop, positions)
+
+    def _transfer_s(self, source: PeerId, hop: Hop, positions: int) -> float:
+        nbytes = positions * self._position_bytes(hop.exit - hop.entry)
+        return 2 * self.costs.link_s(source, hop.peer_id) + self.costs.transfer_s(source, hop.peer_id, nbytes)
+
+    def _replay_s(self, hop: Hop, positions: int) -> float:
+        record = self.view.records.get(hop.peer_id)
+        token_s = self.costs.block_s(record, CHUNK) / CHUNK if record is not None else 0.0
+        return positions * (hop.exit - hop.entry) * token_s
+
+    def _position_bytes(self, blocks: int) -> int:
+        """Of a cache, about: what a config calls by other names counts as if every head had keys of its own."""
+        config = text_config(self.checkpoint.config)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return (2 * blocks * heads * head_dim + config.hidden_size) * self.config.dtype.itemsize
+
     def learn(self, trace: StepTrace) -> None:
         """Every step brings its own timing."""
         self.costs.advance(trace.at_s + trace.total_s)
@@ -279,9 +326,14 @@ class SwarmClient:
         """Whether everybody has fallen silent and nobody refused us: most likely this machine's network is gone."""
         return self._silence and not any(self.link(record.peer_id) for record in self.records())
 
+    def leaves(self, peer_id: PeerId) -> bool:
+        """Whether a peer has asked to be spared. One that comes back begins with new connections."""
+        return peer_id in self.leaving
+
     def spares(self, hop: Hop, without: Set[PeerId]) -> list[PeerId]:
         """Who could take that hop's place, the fastest for us first."""
         found = []
+        without = without | self.leaving.keys()
         for record in self.records():
             fits = record.span.start <= hop.entry and hop.exit <= record.span.end
             if fits and record.state is PeerState.SERVING and record.peer_id not in without:
@@ -328,6 +380,7 @@ class SwarmClient:
 
     def link_lost(self, link: Link, reason: str) -> None:
         log.info("lost %s: %s", link.remote, reason)
+        self.leaving.pop(link.remote, None)
         self._silence = reason.startswith(SILENT)
         self.links_lost.append((time.monotonic(), link.remote, reason))
         self.health.failed(link.remote, time.monotonic())
@@ -363,7 +416,9 @@ class SwarmClient:
         self.sessions.pop(session.id, None)
         if session.driver.route is not None:
             self.warm.remember(session.driver.held_names(), session.driver.route)
-        used = {peer for other in self.sessions.values() if other.route for peer in other.route.peers}
+        used = {
+            hop.peer_id for other in self.sessions.values() if other.route for hop in (*other.route, *other.standbys)
+        }
         for peer_id in session.driver.peers_ever - used:
             if link := self.link(peer_id):
                 link.watched = False

@@ -20,8 +20,8 @@ from swarm.render import DemoSummary, HopTimes, short_id
 if TYPE_CHECKING:  # torch takes seconds to import: peers are started before
     from swarm.checkpoint import Checkpoint
     from swarm.generation import Token
+    from swarm.healing import Recovery
     from swarm.model import SwarmModel
-    from swarm.session import Recovery
     from swarm.text import Messages
 
 LEAST_TOKENS = 64  # a shorter answer shows little; the end-of-text token is not taken before

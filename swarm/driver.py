@@ -8,14 +8,14 @@ last step again; the gap rule brings the rest. The driver knows no socket, no cl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from routing.cost import CLIENT
 from routing.errors import ProtocolError, SessionError, Superseded
-from routing.types import PeerId, Route
+from routing.types import Hop, PeerId, Route
 from swarm.flow import Outflow, window_positions
 from swarm.frames import Codec, Frame, FrameType, HopTiming, Open, OpenHop, StepNote
 from swarm.names import NameChain
@@ -53,11 +53,23 @@ class NeedRoute:
     peers: frozenset[PeerId] = frozenset()
     edges: frozenset[tuple[PeerId, PeerId]] = frozenset()
     busy: Mapping[PeerId, float] = field(default_factory=dict)  # seconds after which to try again
+    forgot: frozenset[PeerId] = frozenset()  # alive, but have lost what they held
+    stalled: bool = False  # nobody is known to have failed, and yet nothing comes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandbyLost:
+    """Who stands by for a hop cannot do it any more. The step under way goes on."""
+
+    peer_id: PeerId
+    reason: str
+    busy_s: float | None = None  # it has no room: seconds after which to try again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """Outputs of the last block at positions `[start, end)`, one object a RESULT frame, in order."""
+    """Outputs of the last block at positions `[start, end)`, one object a RESULT frame, in order. `timings`: for each
+    hop what the last frame says, and computing summed over all frames of the step."""
 
     start: int
     end: int
@@ -70,7 +82,14 @@ class Stopped:
     error: SessionError
 
 
-Effect = Send | NeedRoute | Output | Stopped
+@dataclass(frozen=True, slots=True)
+class PeerLeaves:
+    """A peer asks to be spared: it ends soon."""
+
+    peer_id: PeerId
+
+
+Effect = Send | NeedRoute | StandbyLost | PeerLeaves | Output | Stopped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +99,7 @@ class DriverConfig:
     codec: Codec = Codec.FP32
     row_bytes: int = 4
     numeric_class: int = 0
+    shares: bool = True  # seats may begin with what earlier sessions left there
 
 
 class Driver:
@@ -100,9 +120,12 @@ class Driver:
         self._embed, self._read = embed, read
         self.names = names
         self.context = 0  # as OPEN says it
+        self.deadline_s = self.config.deadline_s  # of the step under way
         self.tokens: list[int] = []
         self.epoch = -1
         self.route: Route | None = None
+        self.standby: tuple[Hop, ...] = ()  # numbered after the route's hops
+        self.lazy: frozenset[Hop] = frozenset()  # of these: they compute nothing until they are called
         self.effects: list[Effect] = []
         self.done_to = 0  # positions whose outputs are known, or were not wanted
         self.awaiting = False
@@ -110,25 +133,47 @@ class Driver:
         self.stopped: SessionError | None = None
         self.opened: dict[int, int] = {}  # hop -> position that its seat kept
         self.progress_at = 0.0
-        self._want = 0
+        self._want = self._opened_at = 0
         self._results: dict[int, tuple[int, Any]] = {}  # start -> (end, rows)
         self._timings: tuple[HopTiming, ...] = ()
-        self._outflow = Outflow(1)
+        self._outflows: dict[int, Outflow] = {}  # per place: the first hop, and who stands by for it
+        self._standing: dict[int, int] = {}  # per place of a standby for the first hop: what it has been sent
+        self._standby_lost: set[PeerId] = set()
+        self._forgot: set[PeerId] = set()
         self._lost_peers: set[PeerId] = set()
         self._lost_edges: set[tuple[PeerId, PeerId]] = set()
         self._busy: dict[PeerId, float] = {}
         self._accusers: dict[PeerId, set[PeerId]] = {}
         self._keep_to: dict[tuple[PeerId, int, int], int] = {}
         self._seats: set[tuple[PeerId, int, int]] = set()  # every seat ever opened
-        self._adopt_to = NO_LIMIT  # beyond it, nothing that earlier sessions left is to be trusted
+        self._sources: dict[tuple[PeerId, int, int], frozenset[PeerId]] = {}  # whose pages a seat may have taken
+        self._adopts = True  # until a peer was found wrong: then nothing that earlier sessions left is to be trusted
 
     def take_effects(self) -> list[Effect]:
         effects, self.effects = self.effects, []
         return effects
 
     @property
+    def standing_by(self) -> tuple[Hop, ...]:
+        """Those that have not failed."""
+        return tuple(hop for hop in self.standby if hop.peer_id not in self._standby_lost)
+
+    def is_warm(self, hop: Hop) -> bool:
+        """Whether that standby could take its hop's place with nothing to compute."""
+        return hop not in self.lazy and self.is_full(hop)
+
+    def is_full(self, hop: Hop) -> bool:
+        """Whether that standby has all that its hop had when the epoch began; a lazy one, all inputs."""
+        places = [len(self.route or ()) + index for index, other in enumerate(self.standby) if other == hop]
+        return any(self.opened.get(place, -1) >= self._opened_at for place in places)
+
+    @property
     def peers_ever(self) -> frozenset[PeerId]:
         return frozenset(peer_id for peer_id, _, _ in self._seats)
+
+    @property
+    def seats_ever(self) -> Set[tuple[PeerId, int, int]]:
+        return self._seats
 
     def held_names(self) -> bytes:
         """Of what all seats of the route hold."""
@@ -158,6 +203,7 @@ class Driver:
         del self.tokens[position:]
         self.names.truncate(position)
         self.done_to = min(self.done_to, position)
+        self._standing = {place: min(sent, position) for place, sent in self._standing.items()}
         self.awaiting, self._results = False, {}
 
     def rename(self, names: NameChain, context: int) -> None:
@@ -174,45 +220,63 @@ class Driver:
         now: float,
         warm: int = 0,
         ready: Sequence[Sequence[PeerId]] = (),
+        standby: Sequence[Hop] = (),
+        lazy: Set[Hop] = frozenset(),
+        pulls: Set[Hop] = frozenset(),
     ) -> None:
         """Take a route: at the start, after NeedRoute, or to move to a better one. `warm`: positions that earlier
         sessions probably left at all its hops; they are not sent. Where that is wrong, gaps bring them. `ready`: for
-        each hop, who may take the place of a neighbour of its.
+        each place, who may take that of a neighbour of its. `standby`: who is to be ready to take the place of a hop,
+        with the same blocks; they are sent what that hop is sent, and compute it when they have time, or, if `lazy`,
+        when they are called; those that `pulls` has take what is there already from their hop.
         """
         if self.stopped is not None:
             return
         self.epoch, self.route, self.healing = self.epoch + 1, route, False
+        self.standby, self.lazy = tuple(standby), frozenset(lazy)
         self._lost_peers, self._lost_edges, self._busy, self.opened = set(), set(), {}, {}
-        self._outflow = Outflow(window_positions(self.config.row_bytes))
+        self._standby_lost, self._forgot, self._standing, self._outflows = set(), set(), {}, {}
         self.progress_at = now
         # Only the last chunk again: the seats ask for the rest, each only for what it has not got.
         start = len(self.tokens)
         if self.awaiting:
             repeat = min(self._want, start - (self.config.chunk or LEAST_CHUNK) if self.epoch > 0 else warm)
             start = max(self.done_to, repeat)
+        self._opened_at, self._timings = start, ()
         fresh = [bool(self._seats) and (hop.peer_id, hop.entry, hop.exit) not in self._seats for hop in route]
+
+        def place(index: int, hop: Hop) -> OpenHop:
+            return OpenHop(
+                hop.peer_id,
+                tuple(addresses.get(hop.peer_id, ())),
+                hop.entry,
+                hop.exit,
+                self._keep(hop),
+                index < len(fresh) and fresh[index],
+                tuple((peer, tuple(addresses.get(peer, ()))) for peer in (ready[index] if ready else ())),
+                lazy=index >= len(route) and hop in self.lazy,
+                pulls=index >= len(route) and hop in pulls,
+            )
+
+        places = [place(index, hop) for index, hop in enumerate((*route, *standby))]
         body = Open(
             nonce=self.nonce,
-            route=tuple(
-                OpenHop(
-                    hop.peer_id,
-                    tuple(addresses.get(hop.peer_id, ())),
-                    hop.entry,
-                    hop.exit,
-                    self._keep(hop),
-                    fresh[index],
-                    tuple((peer, tuple(addresses.get(peer, ()))) for peer in (ready[index] if ready else ())),
-                )
-                for index, hop in enumerate(route)
-            ),
+            route=tuple(places[: len(route)]),
+            standby=tuple(places[len(route) :]),
             names=self.all_names(),
             need_end=start,
             codec=self.config.codec,
             numeric_class=self.config.numeric_class,
             context=self.context,
+            adopts=self._adopts,
         )
-        self._seats.update((hop.peer_id, hop.entry, hop.exit) for hop in route)
-        for peer_id in sorted(route.peers):
+        for hop in pulls:
+            source = next(other for other in route if other.entry == hop.entry)
+            past = self._sources.get((source.peer_id, hop.entry, hop.exit), frozenset())
+            seat = hop.peer_id, hop.entry, hop.exit
+            self._sources[seat] = self._sources.get(seat, frozenset()) | past | {source.peer_id}
+        self._seats.update((hop.peer_id, hop.entry, hop.exit) for hop in (*route, *standby))
+        for peer_id in sorted(route.peers | {hop.peer_id for hop in standby}):
             self._send(peer_id, Frame(type=FrameType.OPEN, body=body))
         if fresh[0] and start:
             self._pay(FrameType.FILL, 0, start)
@@ -224,20 +288,27 @@ class Driver:
         that ever stood downstream of it, also where that seat is not in the route now. The caller rolls back and
         gives a route without the peer."""
         entries = [entry for peer, entry, _ in self._seats if peer == peer_id]
-        if not entries:
-            return
+        # In an earlier session it may have stood before any seat but those of the first block.
+        first = 0 if self.config.shares else min(entries, default=NO_LIMIT)
         for seat in self._seats:
-            if seat[1] > min(entries) or seat[0] == peer_id:
+            if seat[1] > first or seat[0] == peer_id or peer_id in self._sources.get(seat, ()):
                 self._keep_to[seat] = min(keep_to, self._keep_to.get(seat, NO_LIMIT))
-        self._adopt_to = min(keep_to, self._adopt_to)
+        self._adopts = False
         self._lost_peers.add(peer_id)
         if self.route is not None:
             self._need_route(f"{peer_id} was found to compute wrongly")
 
+    def release(self, peer_id: PeerId) -> None:
+        """A peer that is out of the route need not keep anything."""
+        assert self.route is None or peer_id not in self.route.peers
+        self._lose_standby(peer_id, f"{peer_id} is let go")
+        self._send(peer_id, Frame(type=FrameType.CLOSE))
+        self._seats = {seat for seat in self._seats if seat[0] != peer_id}
+
     def close(self, keep: bool = True) -> None:
         """CLOSE to every peer it ever opened. `keep`: they may keep what they hold for later sessions with the same
         beginning, unless some of it was found wrong."""
-        keep_to = self.done_to if keep and self._adopt_to == NO_LIMIT else 0
+        keep_to = self.done_to if keep and self._adopts else 0
         for peer_id in sorted(self.peers_ever):
             self._send(peer_id, Frame(type=FrameType.CLOSE, end=keep_to))
         self.stopped = self.stopped or SessionError("the session is closed")
@@ -251,7 +322,13 @@ class Driver:
         if frame.type is FrameType.STALE:
             self._stale(frame.body.epoch, frame.body.nonce)
             return
-        if frame.epoch != self.epoch or self.route is None or self.healing or sender not in self.route.peers:
+        if frame.type is FrameType.LEAVING:
+            self.effects.append(PeerLeaves(sender))
+            return
+        if frame.epoch != self.epoch or self.route is None or self.healing:
+            return
+        if sender not in self.route.peers:
+            self._standby_says(frame, sender, now)
             return
         match frame.type:
             case FrameType.RESULT:
@@ -263,14 +340,14 @@ class Driver:
             case FrameType.ACK:
                 if frame.hop == 0 and sender == self.route[0].peer_id:
                     self.progress_at = now
-                    for ready in self._outflow.credit(frame.start):
-                        self._send(self.route[0].peer_id, ready)
+                    self._credit(0, frame.start)
             case FrameType.OPENED:
                 self.progress_at = now
                 self.opened.update(frame.body.positions)
             case FrameType.LOST:
                 self._edge_lost((frame.body.source, frame.body.target), sender, frame.body.reason)
             case FrameType.UNKNOWN:
+                self._forgot.add(sender)
                 self._need_route(f"{sender} does not know the session")
             case FrameType.BUSY:
                 self._busy[sender] = frame.body.retry_after_ms / 1e3
@@ -280,17 +357,47 @@ class Driver:
             case _:
                 raise ProtocolError(f"{frame.type.name} is not for clients")
 
+    def _standby_says(self, frame: Frame, sender: PeerId, now: float) -> None:
+        places = [len(self.route or ()) + index for index, hop in enumerate(self.standby) if hop.peer_id == sender]
+        mine = [place for place in places if place == frame.hop and self._at(place).entry == 0]
+        match frame.type:
+            case FrameType.OPENED:
+                self.opened.update(entry for entry in frame.body.positions if entry[0] in places)
+            case FrameType.GAP if mine:
+                self._standing[frame.hop] = frame.start
+                self._pay_standing()
+            case FrameType.ACK if mine:
+                self._credit(frame.hop, frame.start)
+                self._pay_standing()
+            case FrameType.BUSY if places:
+                self._lose_standby(sender, f"{sender} has no room", frame.body.retry_after_ms / 1e3)
+            case FrameType.UNKNOWN | FrameType.ERROR if places:
+                self._lose_standby(sender, getattr(frame.body, "message", f"{sender} does not know the session"))
+            case FrameType.LOST if places:
+                self._lose_standby(sender, frame.body.reason)
+
+    def _lose_standby(self, peer_id: PeerId, reason: str, busy_s: float | None = None) -> None:
+        if peer_id in {hop.peer_id for hop in self.standby} - self._standby_lost:
+            self._standby_lost.add(peer_id)
+            self._standing = {p: sent for p, sent in self._standing.items() if self._at(p).peer_id != peer_id}
+            self.effects.append(StandbyLost(peer_id=peer_id, reason=reason, busy_s=busy_s))
+
+    def _at(self, place: int) -> Hop:
+        assert self.route is not None
+        return (*self.route, *self.standby)[place]
+
     def link_lost(self, peer_id: PeerId, reason: str) -> None:
         """Our own connection to a peer broke, also if it was renewed at once."""
+        self._lose_standby(peer_id, reason)
         if self.route is not None and peer_id in self.route.peers:
             self._lost_peers.add(peer_id)
             self._need_route(reason)
 
     def tick(self, now: float) -> None:
-        limit = self.config.deadline_s
+        limit = self.deadline_s
         waits = self.awaiting and not self.healing and self.route is not None
         if limit is not None and waits and now - self.progress_at >= limit:
-            self._need_route(f"no sign of progress for {limit:g} s")
+            self._need_route(f"no sign of progress for {limit:.3g} s", stalled=True)
 
     def _stale(self, epoch: int, nonce: bytes) -> None:
         if (epoch, nonce) > (self.epoch, self.nonce) and nonce != self.nonce:
@@ -300,7 +407,7 @@ class Driver:
         self.stopped = error
         self.effects.append(Stopped(error))
 
-    def _need_route(self, reason: str) -> None:
+    def _need_route(self, reason: str, stalled: bool = False) -> None:
         if self.stopped is not None:
             return
         self.healing = True
@@ -310,6 +417,8 @@ class Driver:
                 peers=frozenset(self._lost_peers),
                 edges=frozenset(self._lost_edges),
                 busy=dict(self._busy),
+                forgot=frozenset(self._forgot),
+                stalled=stalled,
             )
         )
 
@@ -318,6 +427,8 @@ class Driver:
         if sender in edge and edge in pairwise(hop.peer_id for hop in self.route):
             self._lost_edges.add(edge)  # a peer's word alone: the edge is avoided, nobody is banned
             self._need_route(reason or f"{edge[0]} and {edge[1]} lost each other")
+        elif sender in edge:
+            self._lose_standby(edge[1], reason)
 
     def _problem(self, problem: Any, sender: PeerId) -> None:
         assert self.route is not None
@@ -342,7 +453,7 @@ class Driver:
         if frame.names != self.names.slice(frame.start, frame.end):
             return  # of content that was taken back
         self.progress_at = now
-        self._timings = frame.note.timings
+        self._timings = _added(self._timings, frame.note.timings)
         first = max(frame.start, self._want)
         if first < frame.end and max(frame.start, frame.note.want) == first:  # its rows begin there
             rows = self._read(frame)
@@ -369,21 +480,37 @@ class Driver:
 
     # -- sending ---------------------------------------------------------------------------------------------
 
-    def _keep(self, hop: Any) -> int:
-        seat = (hop.peer_id, hop.entry, hop.exit)
-        # A seat that is new to us may begin with what an earlier session left there, through the same wrong peer.
-        return self._keep_to.get(seat, NO_LIMIT if seat in self._seats else self._adopt_to)
+    def _keep(self, hop: Hop) -> int:
+        return self._keep_to.get((hop.peer_id, hop.entry, hop.exit), NO_LIMIT)
 
     def _send_step(self, start: int) -> None:
         self._pay(FrameType.STEP, start, len(self.tokens))
+        self._pay_standing()
 
-    def _pay(self, kind: FrameType, start: int, end: int) -> None:
-        """Embeddings of known tokens to the first hop, in chunks."""
-        assert self.route is not None
+    def _pay_standing(self) -> None:
+        """Who stands by for the first hop gets what there is, as far as it takes it."""
+        for place, sent in self._standing.items():
+            end = min(len(self.tokens), sent + self._outflow(place).room)
+            if end > sent:
+                self._pay(FrameType.FILL, sent, end, place)
+                self._standing[place] = end
+
+    def _outflow(self, place: int) -> Outflow:
+        if place not in self._outflows:
+            self._outflows[place] = Outflow(window_positions(self.config.row_bytes, follows=place > 0))
+        return self._outflows[place]
+
+    def _credit(self, place: int, positions: int) -> None:
+        for ready in self._outflow(place).credit(positions):
+            self._send(self._at(place).peer_id, ready)
+
+    def _pay(self, kind: FrameType, start: int, end: int, place: int = 0) -> None:
+        """Embeddings of known tokens to the first hop, or to who stands by for it, in chunks."""
         note = StepNote(self._want if kind is FrameType.STEP else 0)
         for at, to in self._chunks(start, end):
             frame = Frame(
                 type=kind,
+                hop=place,
                 start=at,
                 end=to,
                 codec=self.config.codec,
@@ -391,8 +518,8 @@ class Driver:
                 note=note,
                 rows=self._embed(at, to),
             )
-            for ready in self._outflow.push(frame):
-                self._send(self.route[0].peer_id, ready)
+            for ready in self._outflow(place).push(frame):
+                self._send(self._at(place).peer_id, ready)
 
     def _chunks(self, start: int, end: int) -> Iterable[tuple[int, int]]:
         assert self.route is not None
@@ -403,3 +530,10 @@ class Driver:
     def _send(self, peer_id: PeerId, frame: Frame) -> None:
         frame.session, frame.epoch = self.id, max(0, self.epoch)
         self.effects.append(Send(peer_id, frame))
+
+
+def _added(before: tuple[HopTiming, ...], last: tuple[HopTiming, ...]) -> tuple[HopTiming, ...]:
+    if len(before) != len(last):
+        return last
+    pairs = zip(before, last, strict=True)
+    return tuple(HopTiming(new.queue_us, old.compute_us + new.compute_us, new.rtt_next_us) for old, new in pairs)

@@ -14,7 +14,8 @@ from routing.types import Route
 from swarm.render import HopTimes
 
 if TYPE_CHECKING:
-    from swarm.session import Recovery, StepTrace
+    from swarm.healing import Recovery
+from swarm.session import StepTrace
 
 
 def hop_times(route: Route, traces: Sequence[StepTrace]) -> tuple[HopTimes, ...]:

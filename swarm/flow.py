@@ -12,11 +12,13 @@ from swarm.frames import Frame
 
 WINDOW_POSITIONS = 4096
 WINDOW_BYTES = 16 << 20
+FOLLOW_BYTES = 64 << 10  # to a standby: what fills it up must not stand before the steps on a slow uplink
 
 
-def window_positions(row_bytes: int) -> int:
-    """Positions that may be under way without credit, for rows of `row_bytes` on the wire."""
-    return max(1, min(WINDOW_POSITIONS, WINDOW_BYTES // max(1, row_bytes)))
+def window_positions(row_bytes: int, follows: bool = False) -> int:
+    """Positions that may be under way without credit, for rows of `row_bytes` on the wire; to a hop, or to a standby
+    that `follows` one."""
+    return max(1, min(WINDOW_POSITIONS, (FOLLOW_BYTES if follows else WINDOW_BYTES) // max(1, row_bytes)))
 
 
 class Outflow:
@@ -25,6 +27,11 @@ class Outflow:
     def __init__(self, window: int):
         self._window, self._used = window, 0
         self._waiting: deque[Frame] = deque()
+
+    @property
+    def room(self) -> int:
+        """Positions that would leave at once."""
+        return 0 if self._waiting else max(0, self._window - self._used)
 
     def push(self, frame: Frame) -> list[Frame]:
         self._waiting.append(frame)

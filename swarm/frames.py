@@ -15,6 +15,7 @@ import msgspec
 NAME_BYTES = 8
 SESSION_BYTES = 16
 NO_SESSION = bytes(SESSION_BYTES)
+ALWAYS = 2**32 - 1  # the end of a GAP that asks for all that will ever be there
 
 
 class FrameType(IntEnum):
@@ -33,7 +34,9 @@ class FrameType(IntEnum):
     CLOSE = 13
     PING = 14
     PONG = 15
-    PAGES = 16  # reserved
+    PAGES = 16
+    PULL = 17
+    LEAVING = 18
 
 
 TENSOR_FRAMES = frozenset({FrameType.STEP, FrameType.FILL, FrameType.RESULT})
@@ -68,6 +71,8 @@ class OpenHop(msgspec.Struct, array_like=True, frozen=True):
     keep_to: int  # content of this seat beyond this position is not to be trusted
     fresh: bool = False  # it begins with nothing, and the hop before sends what is wanted without being asked
     ready: tuple[tuple[str, tuple[str, ...]], ...] = ()  # be connected with: a neighbour's spares
+    lazy: bool = False  # a standby that keeps what it is sent, and computes it only when it is called
+    pulls: bool = False  # a standby that may take what its hop holds from that hop itself
 
 
 class Open(msgspec.Struct, array_like=True, frozen=True):
@@ -78,6 +83,8 @@ class Open(msgspec.Struct, array_like=True, frozen=True):
     codec: int = Codec.FP32
     numeric_class: int = 0
     context: int = 0  # the most positions this session will hold; 0: not stated
+    adopts: bool = True  # seats may begin with what other sessions of the client hold or left
+    standby: tuple[OpenHop, ...] = ()  # numbered after the route's hops; each has the boundaries of one of those
 
 
 class Opened(msgspec.Struct, array_like=True, frozen=True):
@@ -107,6 +114,16 @@ class Lost(msgspec.Struct, array_like=True, frozen=True):
     reason: str = ""
 
 
+class Pages(msgspec.Struct, array_like=True, frozen=True):
+    """Keys, values and outputs of positions: `data` as the holder keeps it, in `dtype`, and what it hashes to; no data:
+    it has not got them. `name` is D[end]."""
+
+    dtype: str = ""
+    data: bytes = b""
+    digest: bytes = b""
+    name: bytes = b""
+
+
 class Probe(msgspec.Struct, array_like=True, frozen=True):
     """Body of PING and PONG: a number that comes back."""
 
@@ -126,6 +143,9 @@ BODIES: dict[FrameType, type | None] = {
     FrameType.CLOSE: None,
     FrameType.PING: Probe,
     FrameType.PONG: Probe,
+    FrameType.PAGES: Pages,
+    FrameType.PULL: None,
+    FrameType.LEAVING: None,
 }
 
 

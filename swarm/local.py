@@ -28,7 +28,7 @@ from routing.types import Span
 
 CODE_FOLLOWS = "-"  # as a join code: the peer reads it from its standard input when it is ready for it
 START_S = 120.0
-LEAVE_S = 10.0
+LEAVE_S = 25.0
 
 
 class LocalPeer:
@@ -38,6 +38,7 @@ class LocalPeer:
         self.process, self.span, self.log = process, span, log
         self.facts: dict[str, Any] = {}
         self.launched_at, self.served_at = time.monotonic(), 0.0
+        self.leaving = False  # was asked to
 
     @property
     def pid(self) -> int:
@@ -95,6 +96,7 @@ class LocalPeer:
         return self.ended(timeout_s)
 
     def ask_to_leave(self) -> None:
+        self.leaving = True
         if self.alive:
             self.thaw()
             self.process.terminate()
@@ -191,7 +193,8 @@ class LocalSwarm:
         folder = Path(self._folder.name)
         name = identity or f"peer-{len(self.peers)}"
         before, host = self._place(name)
-        command = [*before, sys.executable, "-m", "peer", self.model, "--json", "--until-stdin-closes", *self._options]
+        command = [*before, sys.executable, "-m", self._program(name), self.model, "--json", "--until-stdin-closes"]
+        command += self._options
         command += ["--host", host, "--identity", str(folder / f"{name}.key")]
         if span:
             command += ["--blocks", span]
@@ -206,6 +209,10 @@ class LocalSwarm:
         peer = LocalPeer(process, span, log)
         self.peers.append(peer)
         return peer
+
+    def _program(self, name: str) -> str:
+        """The module that a peer runs. The seam for peers with faults."""
+        return "peer"
 
     def _place(self, name: str) -> tuple[list[str], str]:
         """What stands before a peer's command, and the address it listens at. The seam for peers on other hosts."""

@@ -18,17 +18,19 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from routing.errors import BadInput, TimedOut
-from routing.types import PeerId, PeerRecord, Route
+from routing.types import Hop, PeerId, PeerRecord, Route
 from swarm import saved
 from swarm.checkpoint import Checkpoint, open_checkpoint
 from swarm.client import ClientConfig, SwarmClient
 from swarm.codec import COMPUTE_DTYPES, lossless_codec
 from swarm.families import Family, family_of, text_config
 from swarm.generation import GenerationResult, Token, Unfinished, generate
+from swarm.healing import Recovery
 from swarm.joincode import JoinCode
 from swarm.progress import Progress, silent
 from swarm.sampling import GenerationSettings
-from swarm.session import Recovery, Session, SessionConfig, StepTrace
+from swarm.session import Session, SessionConfig, StepTrace
+from swarm.standbys import MODES
 from swarm.text import Messages, chat_ids, next_turn_ids
 
 Prompt = str | Sequence[int] | Messages
@@ -88,6 +90,7 @@ class SwarmModel:
         threads: int | None = None,
         direct: bool = True,
         share_prefixes: bool = True,
+        standby: str = "inputs",
         progress: Progress = silent,
     ) -> SwarmModel:
         """A model of the swarm that `join` names; nothing happens before `async with`.
@@ -97,13 +100,20 @@ class SwarmModel:
         `wait_s`: how long to wait for blocks that nobody serves. `recovery_s`: how long one change of route may
         take. `threads` for the head. `share_prefixes`: sessions that begin alike share what their peers computed, and
         peers keep it for ten minutes after a session is closed, or until they need the room; nobody but this client
-        can use it. Entering raises JoinError, ModelError, DaemonFailed and their kin.
+        can use it. `standby`: for each hop a second peer, where there is one, is sent what that hop is sent. With
+        "inputs" it keeps that, so that after a loss nothing is sent anew; with "warm" it computes it too when it has
+        nothing else to do, so that a loss holds up the text for a few round trips however long it is; with "none"
+        there is no such peer.
+        Entering raises JoinError, ModelError, DaemonFailed and their kin.
         """
         if dtype not in COMPUTE_DTYPES or (wire is not None and wire not in COMPUTE_DTYPES):
             raise BadInput(f"dtype and wire are one of {', '.join(COMPUTE_DTYPES)}")
+        _check_standby(standby)
         codec = lossless_codec(COMPUTE_DTYPES[wire or dtype])
         client = ClientConfig(dtype=COMPUTE_DTYPES[dtype], threads=threads, direct=direct)
-        session = SessionConfig(codec=codec, wait_s=wait_s, recovery_s=recovery_s, share_prefixes=share_prefixes)
+        session = SessionConfig(
+            codec=codec, wait_s=wait_s, recovery_s=recovery_s, share_prefixes=share_prefixes, standby=standby
+        )
         return cls(model, join, client, session, progress)
 
     async def __aenter__(self) -> SwarmModel:
@@ -161,20 +171,29 @@ class SwarmModel:
 
     # -- text ------------------------------------------------------------------------------------------------
 
-    def session(self, *, wait_s: float | None = None) -> TextSession:
-        """A sequence that stays open: what it holds is not sent again. Use it inside `async with`."""
-        config = self._session_config
-        if wait_s is not None:
-            config = replace(config, wait_s=wait_s)
-        return TextSession(self, self._client.session(config))
+    def session(self, *, wait_s: float | None = None, standby: str | None = None) -> TextSession:
+        """A sequence that stays open: what it holds is not sent again. Use it inside `async with`. `wait_s` and
+        `standby` as in `connect`, for this session."""
+        return TextSession(self, self._client.session(self._config_with(wait_s, standby)))
 
-    def resume(self, path: str | os.PathLike[str], *, wait_s: float | None = None) -> TextSession:
+    def _config_with(self, wait_s: float | None, standby: str | None) -> SessionConfig:
+        config = self._session_config
+        _check_standby(standby or config.standby)
+        return replace(
+            config,
+            wait_s=config.wait_s if wait_s is None else wait_s,
+            standby=config.standby if standby is None else standby,
+        )
+
+    def resume(
+        self, path: str | os.PathLike[str], *, wait_s: float | None = None, standby: str | None = None
+    ) -> TextSession:
         """The session that `TextSession.save` left there, also of a process that crashed; that process's own is over
         (Superseded) once this one speaks. What its peers still hold is not computed again. If a generation was under
         way, `rest` continues it. Raises BadInput."""
-        config = self._session_config if wait_s is None else replace(self._session_config, wait_s=wait_s)
         read = saved.read(path)
-        return TextSession(self, self._client.session(config, read), _unfinished(read))
+        session = self._client.session(self._config_with(wait_s, standby), read)
+        return TextSession(self, session, _unfinished(read))
 
     def chat(self, system: str | None = None) -> Chat:
         """A conversation that sends only what is new in each turn. Use it inside `async with`."""
@@ -241,6 +260,16 @@ class TextSession:
     @property
     def route(self) -> Route | None:
         return self._session.route
+
+    @property
+    def standbys(self) -> tuple[Hop, ...]:
+        """Who stands by, each with the blocks of its hop; see `SwarmModel.connect`."""
+        return self._session.standbys
+
+    @property
+    def standbys_ready(self) -> bool:
+        """Whether the loss of any hop would be made up for at once."""
+        return self._session.standbys_ready
 
     @property
     def traces(self) -> list[StepTrace]:
@@ -421,3 +450,8 @@ def _unfinished(read: saved.SavedSession) -> Unfinished | None:
     if unfinished.position != len(read.tokens):
         raise BadInput("the saved session does not hold what its generation needs")
     return unfinished
+
+
+def _check_standby(mode: str) -> None:
+    if mode not in MODES:
+        raise BadInput(f"standby is one of {', '.join(MODES)}, not {mode!r}")

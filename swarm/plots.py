@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 from routing.errors import BadInput, StartError
 from routing.types import Hop, PeerId, Route
 from swarm.figures import hop_times
+from swarm.healing import Recovery
 from swarm.render import HopTimes, milliseconds, short_id
-from swarm.session import HopTrace, Recovery, StepTrace
+from swarm.session import HopTrace, StepTrace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -146,12 +146,14 @@ class SwarmModel:
     ) -> list[GenerationResult]:
         return self._loop.run(self._model.generate_batch(prompts, timeout_s=timeout_s, **settings))
 
-    def session(self, *, wait_s: float | None = None) -> TextSession:
-        return TextSession(self._loop, self._model.session(wait_s=wait_s))
+    def session(self, *, wait_s: float | None = None, standby: str | None = None) -> TextSession:
+        return TextSession(self._loop, self._model.session(wait_s=wait_s, standby=standby))
 
-    def resume(self, path: str | os.PathLike[str], *, wait_s: float | None = None) -> TextSession:
+    def resume(
+        self, path: str | os.PathLike[str], *, wait_s: float | None = None, standby: str | None = None
+    ) -> TextSession:
         async def resumed() -> asynchronous.TextSession:
-            return self._model.resume(path, wait_s=wait_s)
+            return self._model.resume(path, wait_s=wait_s, standby=standby)
 
         return TextSession(self._loop, self._loop.run(resumed()))
 

@@ -26,6 +26,7 @@ from swarm.frames import (
     Lost,
     Open,
     Opened,
+    Pages,
     Probe,
     Problem,
     Stale,
@@ -43,7 +44,7 @@ _LENGTH = struct.Struct("<I")
 _U32 = 2**32
 _TYPES = {int(kind): kind for kind in BODIES} | {int(kind): kind for kind in TENSOR_FRAMES}
 _CODECS = {int(codec): codec for codec in Codec}
-_RANGES = TENSOR_FRAMES | {FrameType.GAP}  # in an ACK, start is a number of positions
+_RANGES = TENSOR_FRAMES | {FrameType.GAP, FrameType.PULL, FrameType.PAGES}  # in an ACK, start is a number of positions
 _PADDING = [bytes(-size % 8) for size in range(8)]
 _encode = msgspec.msgpack.Encoder().encode
 _decode_note = msgspec.msgpack.Decoder(StepNote).decode
@@ -166,15 +167,13 @@ def _encode_tensor(frame: Frame, limits: Limits) -> tuple[bytes, Any]:
 
 def _encode_control(frame: Frame, limits: Limits) -> bytes:
     kind = frame.type
-    if kind not in BODIES:
-        raise BadInput(f"{kind.name} is reserved and cannot be sent in version {VERSION}")
     wanted = BODIES[kind]
     if type(frame.body) is not (wanted or type(None)):
         raise BadInput(f"a {kind.name} frame cannot carry a body of type {type(frame.body).__name__}")
     if frame.names or frame.codec or (frame.rows is not None and len(frame.rows)):
         raise BadInput(f"a {kind.name} frame carries no names, rows or codec")
-    if kind is FrameType.GAP and frame.start > frame.end:
-        raise BadInput(f"a GAP frame cannot name the positions {frame.start} to {frame.end}")
+    if kind in _RANGES and frame.start > frame.end:
+        raise BadInput(f"a {kind.name} frame cannot name the positions {frame.start} to {frame.end}")
     if wanted is None:
         return b""
     try:
@@ -264,6 +263,8 @@ def _rows_trouble(codec: Codec, start: int, end: int, kind: FrameType, want: int
 def _check_open(body: Open, limits: Limits) -> str:
     if not 0 < len(body.route) <= limits.hops:
         return f"a route of {len(body.route)} hops; 1 to {limits.hops} are allowed"
+    if len(body.route) + len(body.standby) > limits.hops:
+        return f"{len(body.route)} hops and {len(body.standby)} standbys; {limits.hops} together are allowed"
     if not body.names or len(body.names) % NAME_BYTES:
         return f"{len(body.names)} bytes of names; each has {NAME_BYTES}"
     if not 0 < len(body.nonce) <= 32:
@@ -274,8 +275,12 @@ def _check_open(body: Open, limits: Limits) -> str:
         return "a number is out of range"
     at = 0
     for hop in body.route:
-        if hop.entry != at or not hop.entry < hop.exit < _U32 or not 0 <= hop.keep_to < _U32:
+        if hop.entry != at:
             return f"the route is not a chain at block {at}"
+        at = hop.exit
+    for hop in body.route + body.standby:
+        if not 0 <= hop.entry < hop.exit < _U32 or not 0 <= hop.keep_to < _U32:
+            return f"the route is not a chain at block {hop.entry}"
         if len(hop.addresses) > 16 or len(hop.peer_id) > 64 or any(len(text) > 256 for text in hop.addresses):
             return "a peer id or its addresses are too long"
         if len(hop.ready) > 8:
@@ -283,7 +288,6 @@ def _check_open(body: Open, limits: Limits) -> str:
         for peer_id, addresses in hop.ready:
             if len(addresses) > 16 or len(peer_id) > 64 or any(len(text) > 256 for text in addresses):
                 return "a peer id or its addresses are too long"
-        at = hop.exit
     return ""
 
 
@@ -319,9 +323,14 @@ def _check_probe(body: Probe, limits: Limits) -> str:
     return "" if 0 <= body.number < 2**64 else "a number is out of range"
 
 
+def _check_pages(body: Pages, limits: Limits) -> str:
+    return "a field is too long" if max(len(body.dtype), len(body.digest), len(body.name)) > 32 else ""
+
+
 _CHECKS: dict[FrameType, Callable[[Any, Limits], str]] = {
     FrameType.OPEN: _check_open,
     FrameType.OPENED: _check_opened,
+    FrameType.PAGES: _check_pages,
     FrameType.STALE: _check_stale,
     FrameType.BUSY: _check_busy,
     FrameType.ERROR: _check_problem,

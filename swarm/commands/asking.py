@@ -9,9 +9,10 @@ from typing import Any
 from routing.types import Route
 from swarm.figures import hop_times, rate, recovery_facts, route_facts
 from swarm.generation import Token
+from swarm.healing import Recovery
 from swarm.render import milliseconds
 from swarm.sampling import GenerationSettings
-from swarm.session import Recovery, StepTrace
+from swarm.session import StepTrace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class Asking:
     system: str | None = None
     wait_s: float = 0.0
     timeout_s: float | None = None
+    standby: str = "inputs"
     dtype: str = "float32"
 
     def settings(self, new_tokens: int) -> dict[str, Any]:

@@ -101,7 +101,12 @@ def chat(console: Console, asking: Asking) -> None:
     asking.check()
     with console.progress(f"opening {asking.model} and joining the swarm") as progress:
         model = SwarmModel.connect(
-            asking.model, join=asking.join, dtype=asking.dtype, wait_s=asking.wait_s, progress=progress
+            asking.model,
+            join=asking.join,
+            dtype=asking.dtype,
+            wait_s=asking.wait_s,
+            standby=asking.standby,
+            progress=progress,
         )
         model.__enter__()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from routing.errors import BadInput, Overloaded
 
 SHAPE = CacheShape(kv_heads=2, head_dim=64, hidden=8, dtype=torch.float32, device=torch.device("cpu"))
 PAGE = SHAPE.page
+PLENTY = 1 << 30
 WINDOWS = {0: 20, 2: 3 * PAGE}  # of blocks
 
 
@@ -123,6 +125,39 @@ def test_a_prefix_can_be_taken_from_another_seat():
     third = SeatCache(1, 3, SHAPE, budget)
     assert not third.copy_prefix(other, 18)
     assert third.position == 0 and third.capacity == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_pages_go_from_seat_to_seat_in_pieces(dtype):
+    shape = replace(SHAPE, dtype=dtype)
+    budget = CacheBudget(PLENTY)
+    other, seat = SeatCache(1, 3, shape, budget), SeatCache(1, 3, shape, budget)
+    fill(other, 100)
+    for start, end in [(0, 16), (16, 17), (17, 90)]:
+        assert seat.take_pages(start, end, *other.pages(start, end))
+    assert seat.position == 90
+    for held, wanted in zip(seat.extents(2), other.extents(2), strict=True):
+        assert torch.equal(held[:, :, :90], wanted[:, :, :90])
+    assert torch.equal(seat.rows(0, 90), other.rows(0, 90))
+    assert budget.used_bytes == seat.nbytes + other.nbytes
+
+
+def test_pages_that_do_not_fit_change_nothing():
+    other, seat = SeatCache(1, 3, SHAPE), SeatCache(1, 3, SHAPE, CacheBudget(SHAPE.position_bytes(2) * PAGE))
+    fill(other, 3 * PAGE)
+    dtype, data = other.pages(0, PAGE)
+    assert not seat.take_pages(0, PAGE, "bfloat16", data), "another dtype"
+    assert not seat.take_pages(0, PAGE, dtype, data[:-4]), "bytes are missing"
+    assert not seat.take_pages(1, PAGE + 1, dtype, data), "not what follows"
+    assert not seat.take_pages(0, 3 * PAGE, *other.pages(0, 3 * PAGE)), "no room"
+    assert seat.position == 0 and seat.take_pages(0, PAGE, dtype, data)
+    assert other.pages(0, 3 * PAGE + 1) is None and other.pages(0, 0) is None
+
+
+def test_a_seat_that_drops_what_is_behind_a_window_gives_no_pages():
+    seat = SeatCache(0, 2, SHAPE, windows=WINDOWS)
+    fill(seat, 10)
+    assert seat.pages(0, 10) is None
 
 
 def test_truncate_goes_back_only():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from routing.cost import CLIENT, Costs
 from routing.errors import BadInput, NoRoute
-from routing.planner import Plan, Request, plan, route_cost
+from routing.planner import Plan, Request, Split, plan, route_cost, split_plan
 from routing.types import Hop, PeerRecord, PeerState, Route, Span
 from routing.view import View
 
@@ -470,3 +470,70 @@ def test_three_hundred_peers_need_few_relaxations(shortest, longest, share):
     assert result.relaxations < share * all_moves
     # Links are asked for by pair, not by block: to and from the client, the pairs in question, and the bill.
     assert costs.asked < 300 * 300 / 2
+
+
+# -- one chain or two ---------------------------------------------------------------------------------------
+
+
+def unlike(prefill_ratio: float = 4.0, link_ratio: float = 10.0) -> tuple[View, Costs]:
+    """Two chains of two: one is quicker with prompts, the other one nearer."""
+    records = [
+        record(f"{name}-{half}", span, prefill_s=prefill_s)
+        for name, prefill_s in (("strong", 1e-3), ("near", prefill_ratio * 1e-3))
+        for half, span in (("a", "0:4"), ("b", "4:8"))
+    ]
+    costs = Costs()
+    for each in records:
+        rtt_s = 0.05 if each.peer_id.startswith("strong") else 0.05 / link_ratio
+        costs.observe_rtt(CLIENT, each.peer_id, rtt_s)
+    costs.observe_rtt("strong-a", "strong-b", 0.05)
+    costs.observe_rtt("near-a", "near-b", 0.05 / link_ratio)
+    return view_of(8, *records), costs
+
+
+def split(view: View, costs: Costs, prompt: int, move_s: float = 1.0) -> Plan | Split:
+    return split_plan(
+        view, costs, Request(n_blocks=8), 0.0, prompt=prompt, tokens=256, move_s=lambda before, after: move_s
+    )
+
+
+def test_a_long_prompt_and_its_answer_take_two_chains_of_unlike_peers() -> None:
+    found = split(*unlike(), prompt=2000)
+    assert isinstance(found, Split)
+    assert [hop.peer_id for hop in found.prefill.route] == ["strong-a", "strong-b"]
+    assert [hop.peer_id for hop in found.decode.route] == ["near-a", "near-b"]
+
+
+@pytest.mark.parametrize(
+    ("view_costs", "prompt", "move_s", "expected"),
+    [
+        (unlike(), 20, 1.0, "near-a"),  # a short prompt
+        (unlike(), 2000, 1e3, "strong-a"),  # a move that takes longer than the answer
+        (unlike(prefill_ratio=1.1), 2000, 1.0, "near-a"),  # hardly quicker
+        (unlike(link_ratio=1.05), 2000, 1.0, "strong-a"),  # hardly nearer
+    ],
+    ids=["short prompt", "slow move", "as quick", "as near"],
+)
+def test_one_chain_where_two_gain_little(
+    view_costs: tuple[View, Costs], prompt: int, move_s: float, expected: str
+) -> None:
+    found = split(*view_costs, prompt=prompt, move_s=move_s)
+    assert isinstance(found, Plan) and found.route[0].peer_id == expected
+
+
+@given(st.integers(0, 10_000), st.integers(2, 4000), st.floats(0.0, 100.0))
+@settings(max_examples=60)
+def test_two_chains_have_the_same_boundaries_and_save_time(seed: int, prompt: int, move_s: float) -> None:
+    rng = random.Random(seed)
+    cuts = sorted(rng.sample(range(1, 8), rng.randint(0, 3)))
+    spans = [(a, b) for a, b in itertools.pairwise([0, *cuts, 8])] * 2 + [(0, 8)]
+    records = [
+        record(f"p{i}", f"{a}:{b}", prefill_s=10 ** rng.uniform(-5, -2), decode_s=10 ** rng.uniform(-4, -1))
+        for i, (a, b) in enumerate(spans)
+    ]
+    view, costs, request = view_of(8, *records), Costs(), Request(n_blocks=8)
+    found = split(view, costs, prompt, move_s)
+    if isinstance(found, Split):
+        assert [(h.entry, h.exit) for h in found.prefill.route] == [(h.entry, h.exit) for h in found.decode.route]
+        alone = route_cost(found.prefill.route, view, costs, request)
+        assert found.decode.cost_s < alone.cost_s

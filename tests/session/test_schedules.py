@@ -6,7 +6,8 @@ import functools
 
 import pytest
 
-from peer import prefixes
+from peer import following, prefixes, pulling, seats
+from peer.ahead import Ahead
 from peer.seats import Seat
 from peer.session import PeerSession
 from peer.sessions import SessionTable
@@ -65,6 +66,24 @@ def test_what_an_earlier_session_left_changes_no_text(variant: dict, monkeypatch
         assert outcome(seed, shape) is None, f"seed {seed}, {shape}"
 
 
+def few_positions(patch: pytest.MonkeyPatch) -> None:
+    """The texts here are short."""
+    patch.setattr(following, "LEAST", 4)
+    for module in (seats, following):
+        patch.setattr(module, "WORTH_SWITCHING", 4)
+    patch.setattr(pulling, "FIRST", 3)
+    patch.setattr(pulling, "PIECE_BYTES", 200)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(k for k, on in v.items() if on) or "plain")
+def test_standbys_change_no_text(variant: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are killed, evicted and called into the route as all others, in the midst of what they are sent."""
+    few_positions(monkeypatch)
+    for seed in range(60):
+        shape = {**variant, "standby": True, "windows": seed % 3 == 0, "earlier": seed % 4 == 1}
+        assert outcome(seed, shape) is None, f"seed {seed}, {shape}"
+
+
 def test_what_an_earlier_session_left_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def cost(least: int) -> int:
         monkeypatch.setattr(prefixes, "LEAST", least)
@@ -88,12 +107,12 @@ def test_a_failure_costs_little_computation() -> None:
 
 
 def forget_names_at_open_and_step(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Seat, "_continues", lambda self, frame: True)
+    patch.setattr(Seat, "continues", lambda self, frame: True)
     patch.setattr(Seat, "_kept", lambda self, names, keep_to: min(self.position, keep_to, len(names) // 8 - 1))
 
 
 def answer_without_comparing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Seat, "_same", lambda self, frame: min(frame.end, self.position) - frame.start)
+    patch.setattr(Seat, "same", lambda self, frame: min(frame.end, self.position) - frame.start)
 
 
 def forget_keep_to(patch: pytest.MonkeyPatch) -> None:
@@ -102,9 +121,7 @@ def forget_keep_to(patch: pytest.MonkeyPatch) -> None:
 
 def adopt_whatever_was_left(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(prefixes, "LEAST", 3)
-    patch.setattr(
-        Driver, "_keep", lambda self, hop: self._keep_to.get((hop.peer_id, hop.entry, hop.exit), NO_LIMIT)
-    )
+    patch.setattr(Driver, "_adopts", property(lambda self: True, lambda self, value: None), raising=False)
 
 
 def one_seat_a_peer(patch: pytest.MonkeyPatch) -> None:
@@ -155,6 +172,33 @@ def silent_renewal(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(VirtualNet, "renew", renew)
 
 
+def keep_inputs_without_comparing(patch: pytest.MonkeyPatch) -> None:
+    real = Ahead.keep
+
+    def keep(self: Ahead, position: int, name: bytes, names: bytes, keep_to: int, epoch: int) -> None:
+        before = list(self._frames)
+        real(self, position, name, names, keep_to, epoch)
+        if before and before[0].start == position:
+            self._frames = before
+            for frame in before:
+                frame.epoch = epoch
+
+    patch.setattr(Ahead, "keep", keep)
+
+
+def trust_what_was_pulled(patch: pytest.MonkeyPatch) -> None:
+    real = Driver.distrust
+
+    def distrust(self: Driver, peer_id: str, keep_to: int = 0) -> None:
+        self._sources.clear()
+        real(self, peer_id, keep_to)
+
+    patch.setattr(Driver, "distrust", distrust)
+
+
+OF_STANDBYS = (keep_inputs_without_comparing, trust_what_was_pulled)
+
+
 @pytest.mark.parametrize(
     "take_out",
     [
@@ -167,21 +211,28 @@ def silent_renewal(patch: pytest.MonkeyPatch) -> None:
         asks_survive_truncation,
         drop_early_frames,
         silent_renewal,
+        *OF_STANDBYS,
     ],
 )
 def test_each_part_of_the_rule_is_needed(take_out, monkeypatch: pytest.MonkeyPatch) -> None:
     """With any part removed, some seed hangs or ends with another text."""
-    # One is missed only where a liar was left at a place that the next session comes to: the first such seed is 307.
+    # One is missed only where a liar was left at a place that the next session comes to, first with seed 307. Two
+    # only where a standby was called after it had been sent other words, or lies: 181 and 191.
     seeds = range(300, 420) if take_out is adopt_whatever_was_left else range(200)
+    if take_out in OF_STANDBYS:
+        seeds = range(180, 300)
     for seed in seeds:  # fill the cache of clean texts before the rule is broken
         clean_text(seed)
     take_out(monkeypatch)
+    standby = take_out in OF_STANDBYS
+    if standby:
+        few_positions(monkeypatch)
     for seed in seeds:
         for variant in (v for v in VARIANTS if not v["timers"]):
             truth = list(clean_text(seed))
             try:
                 earlier = take_out is adopt_whatever_was_left
-                hurt = simulate(seed, disturb=True, truth=truth, earlier=earlier, **variant)
+                hurt = simulate(seed, disturb=True, truth=truth, earlier=earlier, standby=standby, **variant)
             except (AssertionError, IndexError):
                 return
             if verdict(hurt, truth) is not None:

@@ -62,6 +62,18 @@ class DigestStore:
     def evict(self) -> None:
         self.truncate(0)
 
+    def pages(self, start: int, end: int) -> tuple[str, bytes] | None:
+        if self.go_back < FOREVER:
+            return None
+        return "digest", b"".join(b"".join(held[start:end]) for held in (*self.inputs, self.journal))
+
+    def take_pages(self, start: int, end: int, dtype: str, data: bytes) -> bool:
+        assert start == self.position and len(data) == (len(self.inputs) + 1) * (end - start) * ROW
+        rows = [data[at : at + ROW] for at in range(0, len(data), ROW)]
+        for index, held in enumerate((*self.inputs, self.journal)):
+            held += rows[index * (end - start) : (index + 1) * (end - start)]
+        return True
+
     def copy_prefix(self, other: DigestStore, positions: int) -> bool:
         if other.position - positions > self.go_back:
             return False
@@ -188,8 +200,10 @@ class VirtualPeer:
         store = work.seat.store
         assert isinstance(store, DigestStore)
         assert store.position == work.start, "somebody changed a store while it computed"
-        for at in range(work.skip, work.end - work.frame.start):
-            hidden = store.compute(bytes(work.frame.rows[at * ROW : (at + 1) * ROW]))
+        rows = bytes(work.frame.rows)[work.skip * ROW :] + b"".join(bytes(frame.rows) for frame in work.more)
+        assert len(rows) == (work.end - work.start) * ROW
+        for at in range(work.end - work.start):
+            hidden = store.compute(rows[at * ROW : (at + 1) * ROW])
             if self.lies and self.net.rng.random() < 0.3:
                 hidden = digest("lie", self.net.seq)
             store.journal.append(hidden)
@@ -215,10 +229,11 @@ class VirtualClient:
     life, alive = 0, True
 
     def __init__(self, net: VirtualNet, prompt: list[int], count: int, truth: list[int] | None, *, speculate: bool,
-                 timers: bool, liar: bool, session: bytes = b"s", habit: Route | None = None):
+                 timers: bool, liar: bool, session: bytes = b"s", habit: Route | None = None,
+                 standby: bool = False):
         self.net, self.rng, self.truth, self.speculate = net, net.rng, truth, speculate
         self.goal, self.prompt = len(prompt) + count, prompt
-        config = DriverConfig(chunk=CHUNK, deadline_s=3.0 if timers else None, row_bytes=ROW)
+        config = DriverConfig(chunk=CHUNK, deadline_s=3.0 if timers else None, row_bytes=ROW, shares=bool(habit))
         self.driver = Driver(
             session_id=session * 16,
             nonce=b"n" * 8,
@@ -227,6 +242,7 @@ class VirtualClient:
             read=lambda frame: bytes(frame.rows),
             config=config,
         )
+        self.standby = standby
         self.habit = habit  # of an earlier session: its peers may hold something, and how much is guessed
         self.tokens = list(prompt)  # what is decided; the driver may hold a draft beyond it
         self.draft: list[int] = []
@@ -249,15 +265,32 @@ class VirtualClient:
             able = [p for p in peers if block in p.span]
             if not able:
                 return None
-            stay = [hop for hop in present if hop.entry == block and hop.peer_id in {p.name for p in able}]
+            names = {p.name for p in able}
+            stay = [hop for hop in (*present, *self.driver.standby) if hop.entry == block and hop.peer_id in names]
             if stay and self.rng.random() < 0.7:
-                route.append(stay[0])
+                route.append(self.rng.choice(stay) if self.standby else stay[0])
             else:
                 peer = self.rng.choice(able)
                 exit = peer.span.end if self.rng.random() < 0.6 else self.rng.randint(block + 1, peer.span.end)
                 route.append(Hop(peer.name, block, exit))
             block = route[-1].exit
         return Route(tuple(route))
+
+    def choose_standby(self, route: Route) -> list[Hop]:
+        """Peers out of the route that serve the blocks of a hop of it."""
+        chosen = []
+        for hop in route:
+            able = [
+                peer.name for peer in self.net.nodes.values()
+                if isinstance(peer, VirtualPeer) and peer.alive and peer.name not in self.liars | route.peers
+                and peer.span.start <= hop.entry and hop.exit <= peer.span.end
+            ]
+            kept = [old for old in self.driver.standing_by if (old.entry, old.exit) == (hop.entry, hop.exit)]
+            if kept and kept[0].peer_id in able:
+                chosen.append(kept[0])
+            elif able and self.rng.random() < 0.7:
+                chosen.append(Hop(self.rng.choice(able), hop.entry, hop.exit))
+        return chosen
 
     def plan(self) -> None:
         self.planning = False
@@ -269,7 +302,10 @@ class VirtualClient:
             return
         self.reroutes += 1
         warm = self.rng.randint(0, len(self.prompt)) if self.habit else 0
-        self.driver.open(route, {}, self.net.now, warm)
+        standby = self.choose_standby(route) if self.standby else []
+        lazy = frozenset(hop for hop in standby if (hop.entry + hop.exit) % 3 == 0)
+        pulls = frozenset(hop for hop in standby if hop not in lazy and self.rng.random() < 0.5)
+        self.driver.open(route, {}, self.net.now, warm, standby=standby, lazy=lazy, pulls=pulls)
         self.act()
 
     def plan_soon(self, units: float = 0) -> None:
@@ -370,6 +406,7 @@ def simulate(
     liar: bool = False,
     earlier: bool = False,
     windows: bool = False,
+    standby: bool = False,
     carry: Callable[[Frame], Frame] = replace,
     peer_class: type[VirtualPeer] = VirtualPeer,
 ) -> VirtualClient:
@@ -393,7 +430,9 @@ def simulate(
         net.run(lambda: False)
         assert first.finished
         habit = first.driver.route
-    client = VirtualClient(net, prompt, 24, truth, speculate=speculate, timers=timers, liar=liar, habit=habit)
+    client = VirtualClient(
+        net, prompt, 24, truth, speculate=speculate, timers=timers, liar=liar, habit=habit, standby=standby
+    )
     net.nodes[CLIENT] = client
 
     def fault() -> None:

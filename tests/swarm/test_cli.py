@@ -26,8 +26,9 @@ from swarm.commands import chat as chatting
 from swarm.commands.asking import Answer, Asking
 from swarm.figures import hop_times, longest_wait, rate, recovery_facts
 from swarm.generation import Token
+from swarm.healing import Recovery
 from swarm.joincode import JoinCode
-from swarm.session import HopTrace, Recovery, StepTrace
+from swarm.session import HopTrace, StepTrace
 from swarm.terminal import Console, guarded, harmless
 
 A, B, C = "12D3KooWAbcdefXy3Qz1", "12D3KooWAbcdefPq77Lm", "12D3KooWAbcdefRr5Tt9"

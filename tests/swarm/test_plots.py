@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from routing.errors import BadInput, StartError
 from routing.types import Hop, Route
 from swarm import plots
+from swarm.healing import Recovery
 from swarm.plots import hop_figure, token_figure, token_times
-from swarm.session import HopTrace, Recovery, StepTrace
+from swarm.session import HopTrace, StepTrace
 
 A, B, C = "12D3KooWAbcdefXy3Qz1", "12D3KooWAbcdefPq77Lm", "12D3KooWAbcdefRr5Tt9"
 BEFORE = Route((Hop(A, 0, 15), Hop(B, 15, 30)))

@@ -104,7 +104,7 @@ def test_a_vector_that_is_refused(vector):
 
 def test_there_is_a_vector_for_each_frame_type():
     shown = {vector["frame"]["type"] for vector in VECTORS["frames"]}
-    assert shown == {kind.name for kind in FrameType} - {"PAGES"}
+    assert shown == {kind.name for kind in FrameType}
 
 
 def test_every_cut_of_a_vector_is_refused_or_waits():
@@ -168,7 +168,7 @@ def test_a_body_of_exactly_64_kib_is_one_part_and_one_more_byte_makes_two():
         ({"hop": 256}, "header"),
         ({"rows": bytes(64 * 2**20)}, "at most 67108864"),
         ({"type": FrameType.RESULT, "note": StepNote(6)}, "none are wanted"),
-        ({"type": FrameType.PAGES}, "reserved"),
+        ({"type": FrameType.PAGES}, "body of type NoneType"),
         ({"type": FrameType.GAP}, "no names, rows or codec"),
     ],
 )
@@ -224,6 +224,9 @@ HOP = OpenHop("p", (), 0, 1, 0)
         Open(b"n", (HOP,) * 2, names(1), 0),
         Open(b"n", tuple(OpenHop("p", (), i, i + 1, 0) for i in range(257)), names(1), 0),
         Open(b"n", (OpenHop("p", (), 1, 2, 0),), names(1), 0),
+        Open(b"n", (HOP,), names(1), 0, standby=tuple(OpenHop(f"p{i}", (), 0, 1, 0) for i in range(256))),
+        Open(b"n", (HOP,), names(1), 0, standby=(OpenHop("q", (), 1, 1, 0),)),
+        Open(b"n", (HOP,), names(1), 0, standby=(OpenHop("q", ("a" * 257,), 0, 1, 0),)),
         Open(b"n", (OpenHop("p", (), 0, 0, 0),), names(1), 0),
         Open(b"n", (OpenHop("p", (), 0, 1, -1),), names(1), 0),
         Open(b"n", (OpenHop("p" * 65, (), 0, 1, 0),), names(1), 0),

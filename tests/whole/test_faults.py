@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from peer.effects import SessionLimits
 from routing.errors import Superseded
+from swarm import healing
 from swarm.frames import Frame, FrameType
 from swarm.link import Heartbeat, Link
 from tests.whole.inprocess import FAST, SPEED, InProcessModel, InProcessPeer, InProcessSwarm
@@ -405,3 +407,31 @@ async def test_who_failed_earlier_and_is_connected_goes_before_who_is_gone(
         await asyncio.to_thread(second.kill)
         await text.more(2)
         assert used(swarm, session, 1).peer_id == first.peer_id and second.peer_id not in dialled
+
+
+async def test_a_peer_whose_computing_is_stuck_is_left(
+    tiny: Path, local: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connections are well and answer pings; only nothing comes. Nobody can say who it is."""
+    monkeypatch.setattr(healing, "LEAST_DEADLINE_S", 0.5)
+    monkeypatch.setattr(healing, "DEADLINE_TIMES", 1.0)
+    async with running(tiny, SPARED) as (swarm, model), model.session() as session:
+        text = Text(session, local)
+        await text.more(10)
+        stuck = used(swarm, session, 1)
+        go_on = threading.Event()
+        real = stuck.service._executor.begin
+
+        def begin(items: Any) -> Any:
+            go_on.wait(20)
+            return real(items)
+
+        monkeypatch.setattr(stuck.service._executor, "begin", begin)
+        try:
+            await text.more(5)
+            assert stuck.peer_id not in session.route.peers
+            assert "no sign of progress" in session.recoveries[-1].reason
+            assert not model.client.health.banned_peers(time.monotonic()), "nobody is accused"
+        finally:
+            go_on.set()
+        await text.more(5)

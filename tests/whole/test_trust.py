@@ -57,11 +57,11 @@ async def test_nothing_of_a_liar_survives_its_exclusion(keep: int, tiny: Path, l
             # It was honest for a while.
             async for _ in session.generate(ids[:keep], max_new_tokens=1, ignore_eos=True):
                 liar = used(swarm, session, 1)
-            meddle(liar, lambda rows: rows + 3 * torch.randn_like(rows))
+            meddle(liar, lambda rows: rows.flip(-1))
             tokens = [t.id async for t in session.generate(ids[keep:], max_new_tokens=8, ignore_eos=True)]
         else:
             for peer in swarm.peers[1:3]:
-                meddle(peer, lambda rows: rows + 3 * torch.randn_like(rows))
+                meddle(peer, lambda rows: rows.flip(-1))
             tokens = [t.id async for t in session.generate(ids, max_new_tokens=8, ignore_eos=True)]
             liar = used(swarm, session, 1)
             honest = spare(swarm, liar)
@@ -81,7 +81,7 @@ async def test_a_seat_that_returns_after_an_exclusion_is_not_trusted(tiny: Path,
     async with running(tiny, ["0:2", "2:4", "2:4", "4:6", "4:6"]) as (swarm, model), model.session() as session:
         text = Text(session, local)
         for peer in swarm.peers[1:3]:
-            meddle(peer, lambda rows: rows + 3 * torch.randn_like(rows))
+            meddle(peer, lambda rows: rows.flip(-1))
         lies = [t.id async for t in session.generate(text.ids, max_new_tokens=4, ignore_eos=True)]
         liar, first = used(swarm, session, 1), used(swarm, session, 2)
         del spare(swarm, liar).service._executor.begin
@@ -101,7 +101,7 @@ async def test_a_seat_that_returns_after_an_exclusion_is_not_trusted(tiny: Path,
 async def test_the_only_peer_for_a_block_can_be_excluded_too(tiny: Path, local: Reference) -> None:
     async with running(tiny, ["0:3", "3:6"]) as (swarm, model), model.session() as session:
         text = Text(session, local)
-        meddle(swarm.peers[1], lambda rows: rows + 3 * torch.randn_like(rows))
+        meddle(swarm.peers[1], lambda rows: rows.flip(-1))
         tokens = [t.id async for t in session.generate(text.ids, max_new_tokens=4, ignore_eos=True)]
         assert tokens != local.greedy(text.ids, 4)
         await session.exclude(swarm.peers[1].peer_id)
@@ -143,7 +143,7 @@ async def test_input_that_is_not_finite_names_the_edge_and_bans_nobody(tiny: Pat
         broken, hurt = used(swarm, session, 0), used(swarm, session, 1)
         meddle(broken, lambda rows: rows * torch.nan, hide=True)
         await text.more(20)
-        assert (broken.peer_id, hurt.peer_id) in session._session._avoid_edges
+        assert (broken.peer_id, hurt.peer_id) in session._session.healing._avoid_edges
         assert not (broken.peer_id in session.route.peers and hurt.peer_id in session.route.peers)
         # One peer's word against another's; both are innocent until a second one says the same.
         if session.route.peers & {broken.peer_id}:
