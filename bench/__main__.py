@@ -36,10 +36,13 @@ PARTS: dict[str, Part] = {
     "freeze": faults.freeze,
     "wide": wide.speed,
     "lost": wide.lost,
+    "leave": wide.leave,
+    "forget": faults.forget,
+    "split": wide.split,
     "memory": process.memory,
     "launch": process.launch,
 }
-LONG_PARTS: dict[str, Part] = {"eight20": speed.eight20}
+LONG_PARTS: dict[str, Part] = {"eight20": speed.eight20, "alarms": wide.alarms}
 METHOD = (
     "fp32 unless said, one torch thread a process, real processes on loopback, greedy, end of text ignored. A figure "
     "is the median of its runs; a ratio is taken within its round, in which the local model (transformers generate, in "

@@ -149,17 +149,32 @@ class Client(Child):
     def generate(self, prompt: Sequence[int] | str, new: int) -> Run:
         return self.batch([prompt], new)[0]
 
-    def batch(self, prompts: Sequence[Sequence[int] | str], new: int, timeout_s: float = ANSWER_S) -> list[Run]:
+    def batch(
+        self,
+        prompts: Sequence[Sequence[int] | str],
+        new: int,
+        timeout_s: float = ANSWER_S,
+        standby: str = "inputs",
+    ) -> list[Run]:
         """Raises ChildFailed: also where the deadline passed."""
-        answer = self.ask(self.request(prompts, new, timeout_s=timeout_s), timeout_s + LEAVE_S)
+        answer = self.ask(self.request(prompts, new, timeout_s=timeout_s, standby=standby), timeout_s + LEAVE_S)
         self.spent_ms = answer["runs"][0]["spent_ms"]
         return [as_run(run) for run in answer["runs"]]
 
     def request(
-        self, prompts: Sequence[Sequence[int] | str], new: int, *, tell_at: int = 0, timeout_s: float = ANSWER_S
+        self,
+        prompts: Sequence[Sequence[int] | str],
+        new: int,
+        *,
+        tell_at: int = 0,
+        timeout_s: float = ANSWER_S,
+        standby: str = "inputs",
+        without: Sequence[str] = (),
     ) -> dict[str, Any]:
-        """`tell_at`: say so, with the route, as soon as so many tokens are there."""
-        return {"do": "generate", "prompts": list(prompts), "new": new, "tell_at": tell_at, "timeout_s": timeout_s}
+        """`tell_at`: say so, with the route, as soon as so many tokens are there, and standbys, if any, are warm.
+        `without`: peers that must not be used."""
+        request = {"do": "generate", "prompts": list(prompts), "new": new, "tell_at": tell_at}
+        return request | {"timeout_s": timeout_s, "standby": standby, "without": list(without)}
 
     def do(self, what: str, prompts: Sequence[Sequence[int]], new: int, **more: Any) -> list[Run]:
         """One of the client's other works, see `bench/swarm_client.py`."""

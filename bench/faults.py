@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import fmean, median
 from typing import Any
 
 from bench.children import Client, as_run
-from bench.figures import Figure, Run, longest_gap_s
+from bench.figures import Figure, Run, gaps_s, longest_gap_s
 from bench.setting import Setting
 from swarm.local import LocalPeer, LocalSwarm
 
 TWICE = ("0:15", "15:30", "0:15", "15:30")
 AT = 64
 NEW = 80
+STALL = 4  # times as long as usual
 HOPS = {"first hop": 0, "last hop": -1}
 
 
@@ -67,11 +69,12 @@ def disturbed(
     at: int,
     hop: int,
     harm: Callable[[LocalPeer], object],
+    standby: str = "inputs",
 ) -> tuple[dict[str, Any], LocalPeer]:
     """What the client says of one generation of `new` tokens; as soon as `at` of them are there, the peer that serves
     that hop of the route is harmed.
     """
-    client.send(client.request([prompt], new, tell_at=at))
+    client.send(client.request([prompt], new, tell_at=at, standby=standby))
     route = client.next()["route"]
     victim = next(peer for peer in swarm.peers if peer.alive and peer.peer_id == route[hop])
     harm(victim)
@@ -86,6 +89,57 @@ def bring_back(swarm: LocalSwarm, victim: LocalPeer) -> None:
     """The founder may be the one that died: who comes back enters through a peer that lives."""
     swarm.join_code = next(peer.facts["join_code"] for peer in swarm.peers if peer.alive)
     swarm.add(victim.span, identity=victim.log.stem)
+
+
+PROBABILITIES = (1e-4, 1e-3, 1e-2)
+LENGTHS = (128, 1024)
+START = 8  # tokens of the prompt
+MODES = {"plain": "inputs", "with standby": "warm"}
+
+
+def forget(setting: Setting) -> list[Figure]:
+    """Each peer loses the session's state at each step with a probability (Borzunov et al. 2023, table 2): how much of
+    the speed without losses is kept, and what a loss costs beyond computing the state anew."""
+    prompt = setting.long_prompt(START, 0)
+    expected = setting.local.generate(prompt, max(LENGTHS))
+    with setting.swarm(TWICE) as swarm, setting.client(swarm) as client:
+        whole = {new: [client.generate(prompt, new) for _ in range(setting.rounds)] for new in LENGTHS}
+        replay_s = client.ask(client.request([setting.long_prompt(max(LENGTHS), 0)], 2))["runs"][0]["spent_ms"]
+        position_s = median(replay_s["prefill"]) / 1e3 / max(LENGTHS)  # of one hop
+    speed = {new: median(map(total_rate_of_one, whole[new])) for new in LENGTHS}
+    usual_s = median(gap for run in whole[max(LENGTHS)] for gap in gaps_s(run))
+    figures = []
+    for probability in PROBABILITIES:
+        with setting.forgetful_swarm(TWICE, probability) as swarm, setting.client(swarm) as client:
+            client.generate(prompt, START)
+            for words, mode in MODES.items():
+                stalls: list[float] = []
+                for new in LENGTHS:
+                    kept, equal = [], []
+                    for _ in range(setting.rounds):
+                        request = client.request([prompt], new, standby=mode)
+                        run = as_run(client.ask(request)["runs"][0])
+                        kept.append(total_rate_of_one(run) / speed[new])
+                        equal.append(run.ids == expected.ids[:new])
+                        stalls += [
+                            gap - usual_s - position_s * (START + index + 1)
+                            for index, gap in enumerate(gaps_s(run)) if gap > STALL * usual_s
+                        ]  # fmt: skip
+                    note = f"equal to local: {sum(equal)} of {len(equal)}"
+                    figures.append(
+                        Figure.of_median(f"state lost with p = {probability:g} a step, {words}, {new:,} tokens: share "
+                                         "of the speed", "", kept, note)
+                    )  # fmt: skip
+                figures.append(
+                    Figure.of_median(f"state lost with p = {probability:g} a step, {words}: mean stall beyond the "
+                                     "replay", "s", [fmean(stalls) if stalls else 0.0],
+                                     f"{len(stalls)} gaps of more than {STALL} times the usual one")
+                )  # fmt: skip
+    return figures
+
+
+def total_rate_of_one(run: Run) -> float:
+    return len(run.ids) / (run.times[-1] - run.began)
 
 
 def _figures(words: str, runs: list[Run], expected: Run) -> list[Figure]:

@@ -5,16 +5,30 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import combinations
 from pathlib import Path
 from types import TracebackType
 
-from bench.children import Client, LocalModel, make
+from bench.children import ROOT, Client, LocalModel, make
 from bench.prompts import PROMPTS, long_ids
 from swarm.local import LocalSwarm
 from tests.lab.lab import Lab
 from tests.lab.swarm import LabSwarm
 
+FORGETS, PREFILL = "BENCH_FORGETS", "BENCH_PREFILL"  # to bench.forgetful and bench.unlike
 WARM_TOKENS = 8
+
+
+class ForgetfulSwarm(LocalSwarm):
+    def _program(self, name: str) -> str:
+        return "bench.forgetful"
+
+
+class UnlikeSwarm(LabSwarm):
+    """The second half of its peers is slow with prompts."""
+
+    def _program(self, name: str) -> str:
+        return "bench.unlike" if 2 * int(name.split("-")[1]) >= len(self.spans) else "peer"
 
 
 class Setting:
@@ -85,6 +99,13 @@ class Setting:
             yield swarm
 
     @contextmanager
+    def forgetful_swarm(self, spans: Sequence[str], probability: float) -> Iterator[LocalSwarm]:
+        """Whose peers lose a session's state at each step with that probability."""
+        environment = {FORGETS: str(probability), "PYTHONPATH": str(ROOT)}
+        with ForgetfulSwarm(self.model, spans, threads=1, environment=environment) as swarm:
+            yield swarm
+
+    @contextmanager
     def wide_swarm(self, spans: Sequence[str], delay_ms: float) -> Iterator[LabSwarm]:
         """On hosts of their own, so far apart one way."""
         with (
@@ -92,6 +113,20 @@ class Setting:
             LabSwarm(lab, self.model, spans, threads=1) as swarm,
         ):
             yield swarm
+
+    @contextmanager
+    def unlike_swarm(
+        self, spans: Sequence[str], delay_ms: float, near_ms: float, times: float
+    ) -> Iterator[LabSwarm]:
+        """The first half of the peers is `delay_ms` away from all others, one way; between the other half and the
+        client it is `near_ms`, and there prompts take `times` as long: they sleep for what they do not compute."""
+        environment = {PREFILL: str(times), "PYTHONPATH": str(ROOT)}
+        with Lab(hosts=1 + len(spans), delay_ms=delay_ms) as lab:
+            near = [1, *range(2 + len(spans) // 2, 2 + len(spans))]
+            for a, b in combinations(near, 2):
+                lab.link(a, b, delay_ms=near_ms)
+            with UnlikeSwarm(lab, self.model, spans, threads=1, environment=environment) as swarm:
+                yield swarm
 
     @contextmanager
     def client(self, swarm: LocalSwarm, dtype: str = "float32") -> Iterator[Client]:

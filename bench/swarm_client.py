@@ -65,8 +65,9 @@ async def generate(model: SwarmModel, request: dict[str, Any]) -> dict[str, Any]
 async def one(model: SwarmModel, prompt: Sequence[int] | str, request: dict[str, Any]) -> dict[str, Any]:
     ids: list[int] = []
     times: list[float] = []
-    began = time.monotonic()
-    async with model.session() as session:
+    began, told = time.monotonic(), request["tell_at"] == 0
+    async with model.session(standby=request["standby"]) as session:
+        session._session.healing.exclude(frozenset(request["without"]))
         stream = session.generate(
             prompt, timeout_s=request["timeout_s"], max_new_tokens=request["new"], do_sample=False, ignore_eos=True
         )
@@ -74,11 +75,15 @@ async def one(model: SwarmModel, prompt: Sequence[int] | str, request: dict[str,
             async for token in tokens:
                 ids.append(token.id)
                 times.append(token.at_s)
-                if len(ids) == request["tell_at"]:
+                ready = session.standbys_ready or request["standby"] != "warm"
+                if not told and len(ids) >= request["tell_at"] and ready:
+                    told = True
                     assert session.route is not None
                     say({"event": "reached", "route": [hop.peer_id for hop in session.route]})
         routes = [recovery.reason for recovery in session.recoveries]
-        return {"began": began, "ids": ids, "times": times, "spent_ms": spent_ms(session.traces), "routes": routes}
+        assert session.route is not None
+        facts = {"began": began, "ids": ids, "times": times, "spent_ms": spent_ms(session.traces), "routes": routes}
+        return facts | {"route": [hop.peer_id for hop in session.route]}
 
 
 async def beside(model: SwarmModel, request: dict[str, Any]) -> dict[str, Any]:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import random
+import time
+from collections.abc import Callable
 from statistics import median
 
-from bench.children import as_run
+from bench.children import Client, as_run
 from bench.faults import HOPS, TWICE, bring_back, disturbed
-from bench.figures import Figure, gaps_s, longest_gap_s
+from bench.figures import Figure, decode_rate, first_token_s, gaps_s, longest_gap_s
 from bench.setting import Setting
 from swarm.local import LocalPeer
+from tests.lab.swarm import LabSwarm
 
 DELAY_MS = 25.0
 THREE_PEERS = ("0:10", "10:20", "20:30")
 NEW = 32
 CONTEXT = 100
-AT, AFTER = 12, 24  # the kill, and the end
+LONG = 1000
+AT, AFTER = 10, 12  # the earliest token at which a hop comes to harm, and how many come after that
+LEAVE_AFTER = 40  # in which the successor is sent what it needs
+WARM_UP = 40  # tokens in which standbys are sent what is there already
+AFTER_MOST = WARM_UP + 2 * AT + LEAVE_AFTER
+NEAR_MS, PREFILL_TIMES, ANSWER = 2.5, 4.0, 512
+ALARMS_S, ALARM_NEW = 3600.0, 256
+LOSS, JITTER_MS = 0.01, 30.0
 
 
 def speed(setting: Setting) -> list[Figure]:
@@ -40,37 +51,132 @@ def speed(setting: Setting) -> list[Figure]:
 
 def lost(setting: Setting) -> list[Figure]:
     """SIGKILL, or a silent cut, of a hop of two, with a spare for each: the stall in round trips beyond what computing
-    the context anew takes, and what a cut costs whole."""
+    the context anew takes, and what a cut costs whole; then, in a long text, the whole stall with standbys."""
     figures = []
     with setting.wide_swarm(TWICE, DELAY_MS) as swarm, setting.client(swarm) as client:
-        prompt = setting.long_prompt(CONTEXT, 0)
-        expected = setting.local.generate(prompt, AFTER)
-        client.generate(prompt, 2)
+        harm = Harm(setting, swarm, client)
         for words, hop in HOPS.items():
-            stalls, equal = [], []
-            for _ in range(setting.rounds):
-                facts, victim = disturbed(swarm, client, prompt, AFTER, AT, hop, LocalPeer.kill)
-                run, replay_s = as_run(facts), facts["spent_ms"]["prefill"][hop] / 1e3
-                stalls.append((longest_gap_s(run) - replay_s) / (2 * DELAY_MS / 1e3))
-                equal.append(run.ids == expected.ids)
-                bring_back(swarm, victim)
-                client.wait_for_peers(len(TWICE))
-            figures.append(
-                Figure.of_median(f"{DELAY_MS:g} ms one way, SIGKILL of the {words}, {CONTEXT} tokens: stall beyond "
-                                 "the replay", "round trips", stalls, f"equal to local: {sum(equal)} of {len(equal)}")
-            )  # fmt: skip
-        stalls, equal = [], []
-        for _ in range(setting.rounds):
-            facts, victim = disturbed(
-                swarm, client, prompt, AFTER, AT, HOPS["last hop"], lambda peer: swarm.lab.cut(swarm.host_of(peer))
-            )
-            run = as_run(facts)
-            stalls.append(longest_gap_s(run))
-            equal.append(run.ids == expected.ids)
-            swarm.lab.heal(swarm.host_of(victim))
-            client.wait_for_peers(len(TWICE))
-        figures.append(
-            Figure.of_median(f"{DELAY_MS:g} ms one way, the last hop's host cut off silently: stall", "s", stalls,
-                             f"equal to local: {sum(equal)} of {len(equal)}")
-        )  # fmt: skip
+            stalls = harm.stalls(setting.long_prompt(CONTEXT, 0), hop)
+            figures.append(harm.figure(f"SIGKILL of the {words}, {CONTEXT} tokens: stall beyond the replay", stalls))
+        cuts = harm.stalls(setting.long_prompt(CONTEXT, 0), HOPS["last hop"], harm.cut)
+        figures.append(harm.figure("the last hop's host cut off silently: stall", cuts, "s"))
+        for words, hop in HOPS.items():
+            stalls = harm.stalls(setting.long_prompt(LONG, 0), hop, standby="warm")
+            words = f"SIGKILL of the {words}, {LONG:,} tokens, standbys: whole stall"
+            figures.append(harm.figure(words, stalls))
     return figures
+
+
+def leave(setting: Setting) -> list[Figure]:
+    """SIGTERM of a hop of two, in a long text: the longest gap between two tokens over the usual one."""
+    figures = []
+    with setting.wide_swarm(TWICE, DELAY_MS) as swarm, setting.client(swarm) as client:
+        harm = Harm(setting, swarm, client)
+        for words, hop in HOPS.items():
+            gaps = harm.stalls(setting.long_prompt(LONG, 0), hop, LocalPeer.ask_to_leave, of_usual=True)
+            figures.append(harm.figure(f"SIGTERM of the {words}, {LONG:,} tokens: longest gap", gaps, "of the usual"))
+    return figures
+
+
+class Harm:
+    """A hop of a route comes to harm, again and again; who was killed or left comes back before the next time."""
+
+    def __init__(self, setting: Setting, swarm: LabSwarm, client: Client):
+        self.setting, self.swarm, self.client = setting, swarm, client
+        self._equal: list[bool] = []
+        self._moments = random.Random(len(TWICE))
+        client.generate(setting.long_prompt(CONTEXT, 0), 2)
+
+    def cut(self, peer: LocalPeer) -> None:
+        self.swarm.lab.cut(self.swarm.host_of(peer))
+
+    def stalls(
+        self,
+        prompt: list[int],
+        hop: int,
+        harm: Callable[[LocalPeer], object] = LocalPeer.kill,
+        *,
+        standby: str = "inputs",
+        of_usual: bool = False,
+    ) -> list[float]:
+        """Seconds, or how many times as long as the usual gap; of a killed hop without a standby, less what computing
+        the context anew took."""
+        swarm, stalls = self.swarm, []
+        expected = self.setting.local.generate(prompt, AFTER_MOST)
+        self._equal = []
+        for _ in range(self.setting.rounds):
+            at = self._moments.randrange(AT, 2 * AT) + (WARM_UP if standby == "warm" else 0)
+            new = at + (LEAVE_AFTER if harm == LocalPeer.ask_to_leave else AFTER)
+            facts, victim = disturbed(swarm, self.client, prompt, new, at, hop, harm, standby)
+            run = as_run(facts)
+            replays = harm == LocalPeer.kill and standby != "warm"
+            stall_s = longest_gap_s(run) - (facts["spent_ms"]["prefill"][hop] / 1e3 if replays else 0.0)
+            stalls.append(stall_s / median(gaps_s(run)) if of_usual else stall_s)
+            self._equal.append(run.ids == expected.ids[: len(run.ids)])
+            if harm == self.cut:
+                swarm.lab.heal(swarm.host_of(victim))
+            else:
+                victim.leave()
+                bring_back(swarm, victim)
+            self.client.wait_for_peers(len(TWICE))
+        return stalls
+
+    def figure(self, words: str, stalls: list[float], unit: str = "round trips") -> Figure:
+        if unit == "round trips":
+            stalls = [stall_s / (2 * DELAY_MS / 1e3) for stall_s in stalls]
+        note = f"equal to local: {sum(self._equal)} of {len(self._equal)}"
+        return Figure.of_median(f"{DELAY_MS:g} ms one way, {words}", unit, stalls, note)
+
+
+def split(setting: Setting) -> list[Figure]:
+    """Two peers that are quick with prompts and far, two that are near and slow with prompts: a long prompt and its
+    answer, against the better of the two chains alone."""
+    spans, options = ("0:15", "15:30"), (DELAY_MS, NEAR_MS, PREFILL_TIMES)
+    firsts: dict[str, list[float]] = {}
+    rates: dict[str, list[float]] = {}
+    equal, moved = [], []
+    with setting.unlike_swarm([*spans, *spans], *options) as swarm, setting.client(swarm) as client:
+        quick, near = ({peer.peer_id for peer in some} for some in (swarm.peers[:2], swarm.peers[2:]))
+        client.generate(setting.prompt(0), 2)
+        for turn in range(setting.rounds):
+            prompt = setting.long_prompt(LONG, turn)
+            expected = setting.local.generate(prompt, 64)
+            for name, without in (("both", []), ("quick", sorted(near)), ("near", sorted(quick))):
+                facts = client.ask(client.request([prompt], ANSWER, without=without))["runs"][0]
+                run = as_run(facts)
+                firsts.setdefault(name, []).append(first_token_s(run))
+                rates.setdefault(name, []).append(decode_rate(run))
+                equal.append(run.ids[:64] == expected.ids)
+                if name == "both":
+                    moved.append(set(facts["route"]) == near)
+    words = f"prompt of {LONG:,} and answer of {ANSWER} tokens on unlike peers"
+    note = (
+        f"{DELAY_MS:g} ms against {NEAR_MS:g} ms one way, prompts {PREFILL_TIMES:g} times as quick (the others sleep); "
+        f"moved: {sum(moved)} of {len(moved)}; equal to local: {sum(equal)} of {len(equal)}"
+    )
+    best_first = [min(pair) for pair in zip(firsts["quick"], firsts["near"], strict=True)]
+    best_rate = [max(pair) for pair in zip(rates["quick"], rates["near"], strict=True)]
+    return [
+        Figure.of_median(f"{words}: time to first token over the better chain's", "",
+                         [a / b for a, b in zip(firsts["both"], best_first, strict=True)], note),
+        Figure.of_median(f"{words}: tokens/s over the better chain's", "",
+                         [a / b for a, b in zip(rates["both"], best_rate, strict=True)], note),
+    ]  # fmt: skip
+
+
+def alarms(setting: Setting) -> list[Figure]:
+    """An hour of lost and late packets and of nothing else: whoever is taken for dead is a false alarm."""
+    changed, equal, tokens = [], [], 0
+    with setting.wide_swarm(TWICE, DELAY_MS) as swarm, setting.client(swarm) as client:
+        expected = setting.local.generate(setting.prompt(0), ALARM_NEW)
+        swarm.lab.everywhere(loss=LOSS, jitter_ms=JITTER_MS)
+        dropped, until = swarm.lab.dropped, time.monotonic() + ALARMS_S
+        while time.monotonic() < until:
+            facts = client.ask(client.request([setting.prompt(0)], ALARM_NEW))["runs"][0]
+            changed.append(float(len(facts["routes"]) - 1))
+            equal.append(tuple(facts["ids"]) == expected.ids)
+            tokens += len(facts["ids"])
+        dropped = swarm.lab.dropped - dropped
+    words = f"{100 * LOSS:g} % loss and {JITTER_MS:g} ms jitter, {ALARMS_S / 60:g} minutes"
+    note = f"{tokens} tokens, {dropped} packets lost; equal to local: {sum(equal)} of {len(equal)}"
+    return [Figure.of_sum(f"{words}: false alarms", f"in {len(changed)} texts", changed, note)]

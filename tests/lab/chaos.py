@@ -15,26 +15,33 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from bench.children import ChildFailed, Client
 from bench.figures import longest_gap_s
 from routing.errors import StartError, TimedOut
+from routing.types import Span
 from swarm.local import LocalPeer
+from swarm.standbys import MODES
 from tests.lab.lab import Lab, why_not
 from tests.lab.swarm import LabSwarm
 from tests.tiny import make_tiny
 from tests.whole.reference import Reference
 
+BLOCKS = 6
 SPANS = ("0:3", "3:6", "0:3", "3:6", "0:2", "2:6")
 DELAY_MS = 10.0
 TEXTS_AT_ONCE = 3
 NEW = 48
+LONG_TEXT = "Many words that take room in the caches of all. " * 8  # with the rest about 400 tokens
+CACHE_MIB = 1  # of a peer: for a few long texts
 TEXT_S = 90.0  # within which a text must end, whatever happens
 WAIT_S = 60.0  # that a session waits for blocks that nobody serves
+END_S = 30.0  # for a peer that leaves, or the last processes, to end
 QUIET_S = 90.0  # for memory to be given back at the end
 
 
@@ -52,7 +59,7 @@ def schedule(seed: int, seconds: float, peers: int) -> list[Fault]:
     rng = random.Random(seed)
     kinds = {
         "kill": 4, "freeze": 3, "cut": 3, "cut inward": 1, "cut outward": 1, "edge": 2, "slow": 2, "loss": 2,
-        "leave": 2, "partition": 1, "client gone": 1,
+        "leave": 4, "partition": 1, "client gone": 1, "wrong clock": 1, "block": 1, "pressure": 2,
     }  # fmt: skip
     faults, at_s = [], 2.0
     while at_s < seconds:
@@ -64,10 +71,12 @@ def schedule(seed: int, seconds: float, peers: int) -> list[Fault]:
 
 
 class Chaos:
-    def __init__(self, lab: Lab, swarm: LabSwarm):
-        self.lab, self.swarm = lab, swarm
+    def __init__(self, lab: Lab, swarm: LabSwarm, crowd: Callable[[], object] = lambda: None):
+        """`crowd` makes the caches of all peers full for a while."""
+        self.lab, self.swarm, self._crowd = lab, swarm, crowd
         self.names = [peer.log.stem for peer in swarm.peers]
         self.happened: Counter[str] = Counter()
+        self.problems: list[str] = []
         self._coming: list[threading.Thread] = []
 
     def newest(self, number: int) -> LocalPeer:
@@ -78,17 +87,30 @@ class Chaos:
         lab, peer = self.lab, self.newest(fault.peer)
         host, other = fault.peer + 2, fault.other + 2
         match fault.kind:
-            case "kill" | "leave" | "freeze" if not peer.alive or not peer.facts:
+            case "kill" | "leave" | "freeze" | "wrong clock" if not peer.alive or not peer.facts:
                 return lambda: None  # it is down already, or not yet up again
-            case "kill" | "leave" if sum(each.alive and bool(each.facts) for each in self.swarm.peers) < 3:
+            case "kill" | "leave" | "wrong clock" if len(self.living()) < 3:
                 return lambda: None  # somebody must be there for those who come back
-            case "kill" | "leave":
-                if fault.kind == "kill":
-                    peer.kill()
+            case "kill" | "leave" | "wrong clock":
+                if fault.kind == "leave":
+                    peer.ask_to_leave()  # it hands over what it holds
                 else:
-                    peer.leave()
-                assert not peer.alive
-                undo: Callable[[], object] = partial(self.bring_back, fault.peer, peer)
+                    peer.kill()
+                skewed = fault.kind == "wrong clock"
+                undo: Callable[[], object] = partial(self.bring_back, fault.peer, peer, skewed)
+            case "block":
+                gone = [number for number in range(len(self.names)) if self._holds(number, fault.other % BLOCKS)]
+                if len(self.living()) - len(gone) < 1 or any(not self.newest(number).facts for number in gone):
+                    return lambda: None
+                before = [(number, self.newest(number)) for number in gone if self.newest(number).alive]
+                for _, each in before:
+                    each.kill()
+                undo = partial(self._bring_all_back, before)
+            case "pressure":
+                crowd = threading.Thread(target=self._crowd)
+                crowd.start()
+                self._coming.append(crowd)
+                undo = crowd.is_alive
             case "freeze":
                 peer.freeze()
                 undo = peer.thaw
@@ -114,17 +136,37 @@ class Chaos:
         self.happened[fault.kind] += 1
         return undo
 
-    def bring_back(self, number: int, before: LocalPeer) -> None:
-        """Under the same identity, as soon as its host can reach the swarm. Nobody waits for it."""
+    def living(self) -> list[LocalPeer]:
+        return [peer for peer in self.swarm.peers if peer.alive and peer.facts and not peer.leaving]
+
+    def _holds(self, number: int, block: int) -> bool:
+        return block in Span.parse(self.newest(number).span or "")
+
+    def _bring_all_back(self, before: Sequence[tuple[int, LocalPeer]]) -> None:
+        for number, peer in before:
+            self.bring_back(number, peer)
+
+    def bring_back(self, number: int, before: LocalPeer, skewed: bool = False) -> None:
+        """Under the same identity, as soon as its host can reach the swarm. Nobody waits for it. `skewed`: first with a
+        clock that is an hour ahead, which it must be told."""
+        name = self.names[number]
 
         def come() -> None:
+            before.ended(END_S)
+            told = not skewed
             while True:
-                living = [peer for peer in self.swarm.peers if peer.alive and peer.facts]
-                self.swarm.join_code = random.choice(living).facts["join_code"]
+                self.swarm.join_code = random.choice(self.living()).facts["join_code"]
                 try:
-                    self.swarm.add(before.span, identity=self.names[number])
+                    if not told:
+                        self.swarm.skewed.add(name)
+                    self.swarm.add(before.span, identity=name)
+                    if not told:
+                        self.problems.append(f"{name} came back with a clock that is an hour ahead")
                     return
-                except (StartError, TimedOut):
+                except (StartError, TimedOut) as error:
+                    if "ClockSkew" in str(error):
+                        told = True
+                    self.swarm.skewed.discard(name)
                     time.sleep(1.0)
 
         self._coming.append(threading.Thread(target=come))
@@ -153,8 +195,9 @@ class Chaos:
 class Texts:
     """Asks for one batch of texts after another, until it is told to stop."""
 
-    def __init__(self, client: Client, reference: Reference):
-        self.client, self.reference = client, reference
+    def __init__(self, client: Client, reference: Reference, long: bool = False):
+        """`long`: one of them has a long prompt, always."""
+        self.client, self.reference, self._long = client, reference, long
         self.done, self.wrong, self.failed = 0, [], []
         self.longest_s = 0.0
         self._stop = threading.Event()
@@ -163,20 +206,31 @@ class Texts:
     def _run(self) -> None:
         turn = 0
         while not self._stop.is_set():
-            prompts = [self.reference.ids(f"Text {turn + index} in chaos: ") for index in range(TEXTS_AT_ONCE)]
-            turn += TEXTS_AT_ONCE
+            self.batch(turn)
+            turn += 1
+
+    def batch(self, turn: int) -> None:
+        prompts = [f"Text {turn}.{index} in chaos: " for index in range(TEXTS_AT_ONCE)]
+        if self._long:
+            prompts[0] = LONG_TEXT + prompts[0]
+        asked = [self.reference.ids(prompt) for prompt in prompts]
+        try:
+            runs = self.client.batch(asked, NEW, timeout_s=TEXT_S, standby=MODES[turn % len(MODES)])
+        except ChildFailed as error:
+            self.failed.append(str(error))
+            return
+        for prompt, run in zip(asked, runs, strict=True):
+            self.done += 1
+            self.longest_s = max(self.longest_s, longest_gap_s(run))
             try:
-                runs = self.client.batch(prompts, NEW, timeout_s=TEXT_S)
-            except ChildFailed as error:
-                self.failed.append(str(error))
-                continue
-            for prompt, run in zip(prompts, runs, strict=True):
-                self.done += 1
-                self.longest_s = max(self.longest_s, longest_gap_s(run))
-                try:
-                    self.reference.check(prompt, run.ids, NEW)
-                except AssertionError as error:
-                    self.wrong.append(str(error))
+                self.reference.check(prompt, run.ids, NEW)
+            except AssertionError as error:
+                self.wrong.append(str(error))
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Texts, those that are wrong, and batches that failed."""
+        return self.done, len(self.wrong), len(self.failed)
 
     def __enter__(self) -> Texts:
         self._thread.start()
@@ -191,24 +245,42 @@ def run(seed: int, seconds: float, say: Callable[[str], object]) -> list[str]:
     """What went wrong."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
-        model = str(make_tiny("llama", folder / "model", layers=6, tokenizer=True))
+        model = str(make_tiny("llama", folder / "model", layers=BLOCKS, tokenizer=True))
         lab = stack.enter_context(Lab(hosts=1 + len(SPANS), delay_ms=DELAY_MS, seed=seed))
-        swarm = stack.enter_context(LabSwarm(lab, model, SPANS))
-        client = Client(model, swarm.join_code, folder, before=lab.on(1), wait_s=WAIT_S)
-        stack.callback(client.close)
+        problems: list[str] = []
+        stack.callback(lambda: problems.extend(_processes(lab)))
+        swarm = stack.enter_context(LabSwarm(lab, model, SPANS, options=["--cache", str(CACHE_MIB)]))
+        client, other = [
+            stack.enter_context(closing(Client(model, swarm.join_code, folder, before=lab.on(1), wait_s=WAIT_S)))
+            for _ in range(2)
+        ]
         client.wait_for_peers(len(SPANS))
-        chaos, dropped = Chaos(lab, swarm), lab.dropped
-        with Texts(client, Reference(Path(model))) as texts:
+        texts = Texts(client, Reference(Path(model)), long=True)
+        crowd, turns = Texts(other, Reference(Path(model)), long=True), count()
+        chaos, dropped = Chaos(lab, swarm, lambda: crowd.batch(next(turns))), lab.dropped
+        with texts:
             chaos.play(schedule(seed, seconds, len(SPANS)), say)
-        problems = [f"wrong text: {error}" for error in texts.wrong] + [f"failed: {error}" for error in texts.failed]
+        problems += chaos.problems
+        problems += [f"wrong text: {error}" for error in texts.wrong + crowd.wrong]
+        problems += [f"failed: {error}" for error in texts.failed + crowd.failed]
         if chaos.happened.keys() & {"cut", "loss", "client gone", "partition"} and lab.dropped == dropped:
             problems.append("no packet was dropped")
         problems += _left(client, len(SPANS))
-        say(
-            f"seed {seed}: {texts.done} texts of {NEW} tokens, {len(texts.wrong)} wrong, {len(texts.failed)} batches "
-            f"failed, longest gap {texts.longest_s:.1f} s; " + ", ".join(f"{n} {k}" for k, n in chaos.happened.items())
-        )
-        return problems
+        done, wrong, failed = (a + b for a, b in zip(texts.counts, crowd.counts, strict=True))
+        say(f"seed {seed}: {done} texts of {NEW} tokens, {wrong} wrong, {failed} batches failed")
+        say(f"longest gap {max(texts.longest_s, crowd.longest_s):.1f} s")
+        say("happened: " + ", ".join(f"{times} {kind}" for kind, times in chaos.happened.items()))
+    return problems
+
+
+def _processes(lab: Lab) -> list[str]:
+    """Those that are left when the swarm has ended."""
+    deadline = time.monotonic() + END_S
+    while left := [f"host {host}: {pids}" for host in range(1, lab.hosts + 1) if (pids := lab.processes(host))]:
+        if time.monotonic() > deadline:
+            return [f"processes are left: {', '.join(left)}"]
+        time.sleep(0.2)
+    return []
 
 
 def _left(client: Client, peers: int) -> list[str]:

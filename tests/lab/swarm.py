@@ -16,6 +16,10 @@ class LabSwarm(LocalSwarm):
         super().__init__(model, spans, **options)
         self.lab = lab
         self._host_of: dict[str, int] = {}
+        self.skewed: set[str] = set()  # names of peers whose clock is wrong when they start next
+
+    def _program(self, name: str) -> str:
+        return "tests.lab.skewed" if name in self.skewed else "peer"
 
     def _place(self, name: str) -> tuple[list[str], str]:
         host = self._host_of.setdefault(name, len(self._host_of) + 2)

@@ -8,5 +8,6 @@ from tests.lab.chaos import schedule
 def test_a_seed_gives_the_same_faults_every_time() -> None:
     assert schedule(3, 60, 6) == schedule(3, 60, 6) != schedule(4, 60, 6)
     faults = schedule(3, 600, 6)
-    assert {fault.kind for fault in faults} >= {"kill", "freeze", "cut", "edge", "client gone", "partition"}
+    kinds = {fault.kind for fault in faults}
+    assert kinds >= {"kill", "leave", "freeze", "cut", "edge", "client gone", "partition", "block", "pressure"}
     assert all(0 <= fault.peer < 6 and fault.peer != fault.other and fault.at_s < 600 for fault in faults)
