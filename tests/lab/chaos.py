@@ -87,8 +87,8 @@ class Chaos:
         lab, peer = self.lab, self.newest(fault.peer)
         host, other = fault.peer + 2, fault.other + 2
         match fault.kind:
-            case "kill" | "leave" | "freeze" | "wrong clock" if not peer.alive or not peer.facts:
-                return lambda: None  # it is down already, or not yet up again
+            case "kill" | "leave" | "freeze" | "wrong clock" if peer not in self.living():
+                return lambda: None  # it is down already or on its way, or not yet up again
             case "kill" | "leave" | "wrong clock" if len(self.living()) < 3:
                 return lambda: None  # somebody must be there for those who come back
             case "kill" | "leave" | "wrong clock":
@@ -100,9 +100,9 @@ class Chaos:
                 undo: Callable[[], object] = partial(self.bring_back, fault.peer, peer, skewed)
             case "block":
                 gone = [number for number in range(len(self.names)) if self._holds(number, fault.other % BLOCKS)]
-                if len(self.living()) - len(gone) < 1 or any(not self.newest(number).facts for number in gone):
+                before = [(number, self.newest(number)) for number in gone if self.newest(number) in self.living()]
+                if len(self.living()) == len(before):
                     return lambda: None
-                before = [(number, self.newest(number)) for number in gone if self.newest(number).alive]
                 for _, each in before:
                     each.kill()
                 undo = partial(self._bring_all_back, before)
