@@ -118,6 +118,8 @@ class Node:
     async def hand_over(self) -> None:
         """Before it is left: no new sessions, and time for the clients to move those that are here. `run` goes on
         meanwhile."""
+        if not self.sessions:
+            return
         self._state = PeerState.DRAINING
         self._announcer.renew_soon()
         await self._service.hand_over()

@@ -113,6 +113,6 @@ def test_texts_survive_chaos(wide: Wide) -> None:
     """Some seconds of what `make chaos` does for as long as one likes, on this swarm."""
     chaos, said = Chaos(wide.lab, wide.swarm), list[str]()
     with Texts(wide.client, wide.reference) as texts:
-        chaos.play(schedule(28, 8.0, len(TWICE)), said.append)
+        chaos.play(schedule(28, 6.0, len(TWICE)), said.append)
     assert texts.done and not texts.wrong and not texts.failed, "\n".join([*said, *texts.wrong, *texts.failed])
     assert len(chaos.happened) >= 3, said

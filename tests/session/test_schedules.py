@@ -52,7 +52,7 @@ def verdict(hurt: VirtualClient, truth: list[int]) -> str | None:
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(k for k, on in v.items() if on) or "plain")
 def test_disturbed_runs_end_with_the_clean_text(variant: dict) -> None:
-    for seed in range(180):
+    for seed in range(140):
         shape = {**variant, "windows": seed % 3 == 0}
         assert outcome(seed, shape) is None, f"seed {seed}, {shape}"
 
@@ -79,7 +79,7 @@ def few_positions(patch: pytest.MonkeyPatch) -> None:
 def test_standbys_change_no_text(variant: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are killed, evicted and called into the route as all others, in the midst of what they are sent."""
     few_positions(monkeypatch)
-    for seed in range(60):
+    for seed in range(50):
         shape = {**variant, "standby": True, "windows": seed % 3 == 0, "earlier": seed % 4 == 1}
         assert outcome(seed, shape) is None, f"seed {seed}, {shape}"
 
