@@ -7,7 +7,7 @@ from statistics import fmean, median
 from typing import Any
 
 from bench.children import Client, as_run
-from bench.figures import Figure, Run, gaps_s, longest_gap_s
+from bench.figures import Figure, Run, gaps_s, longest_gap_s, total_rate
 from bench.setting import Setting
 from swarm.local import LocalPeer, LocalSwarm
 
@@ -106,7 +106,7 @@ def forget(setting: Setting) -> list[Figure]:
         whole = {new: [client.generate(prompt, new) for _ in range(setting.rounds)] for new in LENGTHS}
         replay_s = client.ask(client.request([setting.long_prompt(max(LENGTHS), 0)], 2))["runs"][0]["spent_ms"]
         position_s = median(replay_s["prefill"]) / 1e3 / max(LENGTHS)  # of one hop
-    speed = {new: median(map(total_rate_of_one, whole[new])) for new in LENGTHS}
+    speed = {new: median(total_rate([run]) for run in whole[new]) for new in LENGTHS}
     usual_s = median(gap for run in whole[max(LENGTHS)] for gap in gaps_s(run))
     figures = []
     for probability in PROBABILITIES:
@@ -119,7 +119,7 @@ def forget(setting: Setting) -> list[Figure]:
                     for _ in range(setting.rounds):
                         request = client.request([prompt], new, standby=mode)
                         run = as_run(client.ask(request)["runs"][0])
-                        kept.append(total_rate_of_one(run) / speed[new])
+                        kept.append(total_rate([run]) / speed[new])
                         equal.append(run.ids == expected.ids[:new])
                         stalls += [
                             gap - usual_s - position_s * (START + index + 1)
@@ -136,10 +136,6 @@ def forget(setting: Setting) -> list[Figure]:
                                      f"{len(stalls)} gaps of more than {STALL} times the usual one")
                 )  # fmt: skip
     return figures
-
-
-def total_rate_of_one(run: Run) -> float:
-    return len(run.ids) / (run.times[-1] - run.began)
 
 
 def _figures(words: str, runs: list[Run], expected: Run) -> list[Figure]:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 import random
 
+from bench.setting import FORGETS
 from peer.__main__ import main
 from peer.effects import Sender
 from peer.sessions import SessionTable
 from swarm.frames import Frame, FrameType
-
-FORGETS = "BENCH_FORGETS"
 
 
 def forgetful(probability: float) -> None:

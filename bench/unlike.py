@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from bench.setting import PREFILL
 from peer import node
 from peer.__main__ import main
 from peer.blocks import Blocks
 from peer.capacity import Speed
 from peer.executor import Pass
 
-PREFILL = "BENCH_PREFILL"
 CHUNK = 9  # positions: from here on it is a prompt's
 
 

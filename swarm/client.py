@@ -30,6 +30,7 @@ from swarm.checkpoint import Checkpoint
 from swarm.codec import encode_rows
 from swarm.compute import ComputeThread
 from swarm.discovery import Directory
+from swarm.driver import LEAST_CHUNK
 from swarm.families import Family, text_config
 from swarm.frames import Codec, Frame
 from swarm.head import Head
@@ -50,7 +51,6 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest"
 TICK_S = 0.25
-CHUNK = 64  # positions of prefill, to ask for its cost
 HOP_S = 0.002  # one more hop on loopback costs about this; a route is not cut up for less
 MOST_GOODBYES = 64  # CLOSE frames kept for a peer that is not connected now
 GOODBYE_S = 300.0  # after so long, a peer has noticed by itself that nobody speaks
@@ -83,7 +83,7 @@ class SwarmClient:
         self.costs = Costs(CostSettings(hop_s=HOP_S))
         self.health = Health()
         self.busy_until: dict[PeerId, float] = {}
-        self.leaving: dict[PeerId, float] = {}  # said so, and when
+        self.leaving: set[PeerId] = set()  # said so; one that comes back begins with new connections
         self.sessions: dict[bytes, Session] = {}
         self.scope = 0  # part of all names: what was computed before a peer was found wrong is not shared after
         self.warm = WarmPrefixes()
@@ -217,25 +217,26 @@ class SwarmClient:
     def plan(self, request: Request, *, without: frozenset[PeerId] = frozenset()) -> Plan:
         """The cheapest route now. Raises NoRoute."""
         self.costs.advance(time.monotonic())
-        view = self.view
-        if without:
-            view = View({peer: r for peer, r in view.records.items() if peer not in without}, self.n_blocks)
-        return plan(view, self.costs, request, self.dht_time())
+        return plan(self._view_without(without), self.costs, request, self.dht_time())
+
+    def _view_without(self, peers: frozenset[PeerId]) -> View:
+        if not peers:
+            return self.view
+        return View({peer: r for peer, r in self.view.records.items() if peer not in peers}, self.n_blocks)
 
     def plan_split(
         self, request: Request, prompt: int, tokens: int, *, without: frozenset[PeerId] = frozenset()
     ) -> Plan | Split:
         """The quickest way through a prompt and an answer: one chain, or two. Raises NoRoute."""
         self.costs.advance(time.monotonic())
-        records = {peer: r for peer, r in self.view.records.items() if peer not in without}
-        view = View(records, self.n_blocks)
 
         def move_s(before: Route, after: Route) -> float:
             moved = [(old.peer_id, hop) for old, hop in zip(before, after, strict=True) if old.peer_id != hop.peer_id]
             each_s = [min(self._transfer_s(old, hop, prompt), self._replay_s(hop, prompt)) for old, hop in moved]
             return max(each_s, default=0.0)
 
-        return split_plan(view, self.costs, request, self.dht_time(), prompt=prompt, tokens=tokens, move_s=move_s)
+        view, now = self._view_without(without), self.dht_time()
+        return split_plan(view, self.costs, request, now, prompt=prompt, tokens=tokens, move_s=move_s)
 
     def price(self, route: Route, request: Request) -> Plan | None:
         """What a given route costs now; None if a record is gone."""
@@ -257,8 +258,11 @@ class SwarmClient:
 
     def _replay_s(self, hop: Hop, positions: int) -> float:
         record = self.view.records.get(hop.peer_id)
-        token_s = self.costs.block_s(record, CHUNK) / CHUNK if record is not None else 0.0
-        return positions * (hop.exit - hop.entry) * token_s
+        return self.replay_s(record, hop.exit - hop.entry, positions) if record is not None else 0.0
+
+    def replay_s(self, record: PeerRecord, blocks: int, positions: int) -> float:
+        """What computing so many positions anew takes a peer."""
+        return positions * blocks * self.costs.block_s(record, LEAST_CHUNK) / LEAST_CHUNK
 
     def _position_bytes(self, blocks: int) -> int:
         """Of a cache, about: what a config calls by other names counts as if every head had keys of its own."""
@@ -326,14 +330,10 @@ class SwarmClient:
         """Whether everybody has fallen silent and nobody refused us: most likely this machine's network is gone."""
         return self._silence and not any(self.link(record.peer_id) for record in self.records())
 
-    def leaves(self, peer_id: PeerId) -> bool:
-        """Whether a peer has asked to be spared. One that comes back begins with new connections."""
-        return peer_id in self.leaving
-
     def spares(self, hop: Hop, without: Set[PeerId]) -> list[PeerId]:
         """Who could take that hop's place, the fastest for us first."""
         found = []
-        without = without | self.leaving.keys()
+        without = without | self.leaving
         for record in self.records():
             fits = record.span.start <= hop.entry and hop.exit <= record.span.end
             if fits and record.state is PeerState.SERVING and record.peer_id not in without:
@@ -380,7 +380,7 @@ class SwarmClient:
 
     def link_lost(self, link: Link, reason: str) -> None:
         log.info("lost %s: %s", link.remote, reason)
-        self.leaving.pop(link.remote, None)
+        self.leaving.discard(link.remote)
         self._silence = reason.startswith(SILENT)
         self.links_lost.append((time.monotonic(), link.remote, reason))
         self.health.failed(link.remote, time.monotonic())

@@ -328,7 +328,7 @@ class Driver:
         if frame.epoch != self.epoch or self.route is None or self.healing:
             return
         if sender not in self.route.peers:
-            self._standby_says(frame, sender, now)
+            self._standby_says(frame, sender)
             return
         match frame.type:
             case FrameType.RESULT:
@@ -357,7 +357,7 @@ class Driver:
             case _:
                 raise ProtocolError(f"{frame.type.name} is not for clients")
 
-    def _standby_says(self, frame: Frame, sender: PeerId, now: float) -> None:
+    def _standby_says(self, frame: Frame, sender: PeerId) -> None:
         places = [len(self.route or ()) + index for index, hop in enumerate(self.standby) if hop.peer_id == sender]
         mine = [place for place in places if place == frame.hop and self._at(place).entry == 0]
         match frame.type:

@@ -15,7 +15,7 @@ from swarm.render import HopTimes
 
 if TYPE_CHECKING:
     from swarm.healing import Recovery
-from swarm.session import StepTrace
+    from swarm.session import StepTrace
 
 
 def hop_times(route: Route, traces: Sequence[StepTrace]) -> tuple[HopTimes, ...]:

@@ -160,9 +160,9 @@ class Healing:
         self._move_off(driver.route, now)
         if not self._standbys.is_due(driver.route, now):
             return
-        avoided = self._avoid_peers | self._excluded
-        chosen = self._standbys.choose(driver.route, driver.standing_by, avoided, self._avoid_edges, now)
-        chosen = tuple(hop for hop in chosen if hop.peer_id not in self._excluded)
+        chosen = self._standbys.choose(
+            driver.route, driver.standing_by, self._avoid_peers, self._excluded, self._avoid_edges, now
+        )
         if set(chosen) != set(driver.standby) or driver.lazy != self._standbys.lazy(driver.route, chosen):
             self.reopen(driver.route, chosen, now)
             self.session.act()
@@ -171,14 +171,14 @@ class Healing:
 
     def peer_leaves(self, peer_id: PeerId) -> None:
         """In good order: it serves on until somebody else has what it holds."""
-        now, route = time.monotonic(), self.driver.route
-        self.client.leaving.setdefault(peer_id, now)
+        route = self.driver.route
+        self.client.leaving.add(peer_id)
         if route is None or peer_id not in route.peers:
             self.driver.release(peer_id)
             return
         self._standbys.look_soon()
         if not self.driver.awaiting:
-            self.renew(now)
+            self.renew(time.monotonic())
 
     def _move_off(self, route: Route, now: float) -> None:
         """From hops that are to move to those who stand by for them, when these are warm."""
@@ -188,7 +188,7 @@ class Healing:
         found = self._standbys.replaced(route, warm, left, self._avoid_edges) if left else None
         plan = self.client.price(found, self._request()) if found is not None else None
         if plan is not None:
-            leaving = sorted(peer_id for peer_id in left if self.client.leaves(peer_id))
+            leaving = sorted(left & self.client.leaving)
             self._take(plan, f"{', '.join(leaving)} leaves" if leaving else "prompt and answer on different peers", now)
             self._moved_from |= left - plan.route.peers
 
@@ -360,13 +360,12 @@ class Healing:
         held = held if self.session.position else frozenset()
         for record in client.records() if held else ():
             if record.peer_id not in held:
-                token_s = client.costs.block_s(record, LEAST_CHUNK) / LEAST_CHUNK
-                replay_s = self.session.position * len(record.span) * token_s
+                replay_s = client.replay_s(record, len(record.span), self.session.position)
                 penalties[record.peer_id] = penalties.get(record.peer_id, 0.0) + replay_s / WARM_TOKENS
         return Request(
             n_blocks=client.n_blocks,
             tokens=1,
-            avoid_peers=frozenset(self._avoid_peers) | client.health.banned_peers(now) | client.leaving.keys(),
+            avoid_peers=frozenset(self._avoid_peers) | client.health.banned_peers(now) | client.leaving,
             avoid_edges=frozenset(self._avoid_edges),
             penalties=penalties,
         )

@@ -30,7 +30,6 @@ from swarm.joincode import JoinCode
 from swarm.progress import Progress, silent
 from swarm.sampling import GenerationSettings
 from swarm.session import Session, SessionConfig, StepTrace
-from swarm.standbys import MODES
 from swarm.text import Messages, chat_ids, next_turn_ids
 
 Prompt = str | Sequence[int] | Messages
@@ -108,7 +107,6 @@ class SwarmModel:
         """
         if dtype not in COMPUTE_DTYPES or (wire is not None and wire not in COMPUTE_DTYPES):
             raise BadInput(f"dtype and wire are one of {', '.join(COMPUTE_DTYPES)}")
-        _check_standby(standby)
         codec = lossless_codec(COMPUTE_DTYPES[wire or dtype])
         client = ClientConfig(dtype=COMPUTE_DTYPES[dtype], threads=threads, direct=direct)
         session = SessionConfig(
@@ -178,7 +176,6 @@ class SwarmModel:
 
     def _config_with(self, wait_s: float | None, standby: str | None) -> SessionConfig:
         config = self._session_config
-        _check_standby(standby or config.standby)
         return replace(
             config,
             wait_s=config.wait_s if wait_s is None else wait_s,
@@ -450,8 +447,3 @@ def _unfinished(read: saved.SavedSession) -> Unfinished | None:
     if unfinished.position != len(read.tokens):
         raise BadInput("the saved session does not hold what its generation needs")
     return unfinished
-
-
-def _check_standby(mode: str) -> None:
-    if mode not in MODES:
-        raise BadInput(f"standby is one of {', '.join(MODES)}, not {mode!r}")

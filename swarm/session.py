@@ -6,7 +6,6 @@ The rule is in `driver.py`, the choice of routes in `healing.py`; sockets and th
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from collections.abc import Sequence
@@ -32,11 +31,10 @@ from swarm.frames import Codec, Frame, FrameType, HopTiming
 from swarm.healing import Healing, Recovery
 from swarm.names import NameChain
 from swarm.saved import SavedGeneration, SavedSession
+from swarm.standbys import MODES
 
 if TYPE_CHECKING:
     from swarm.client import SwarmClient
-
-log = logging.getLogger(__name__)
 
 RESUMED_EPOCHS = 1 << 16  # above whatever the process before opened after it was saved last
 
@@ -72,6 +70,10 @@ class SessionConfig:
     deadline_s: float | None = 60.0  # a step without any sign of progress, at most; learned from what steps take
     standby: str = "inputs"  # for each hop a second peer, where there is one: see MODES of `standbys.py`
     share_prefixes: bool = True  # with other sessions of this client, also later ones: peers keep what was closed
+
+    def __post_init__(self) -> None:
+        if self.standby not in MODES:
+            raise BadInput(f"standby is one of {', '.join(MODES)}, not {self.standby!r}")
 
 
 class Session:

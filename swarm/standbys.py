@@ -40,7 +40,8 @@ class Standbys:
 
     def moves(self, hop: Hop) -> bool:
         """Its peer leaves, or another one is better for what comes now."""
-        return self._client.leaves(hop.peer_id) or self.targets.get((hop.entry, hop.exit), hop.peer_id) != hop.peer_id
+        target = self.targets.get((hop.entry, hop.exit), hop.peer_id)
+        return hop.peer_id in self._client.leaving or hop.peer_id != target
 
     def lazy(self, route: Route, standing: Sequence[Hop]) -> frozenset[Hop]:
         """Those that need not compute what they are sent."""
@@ -62,10 +63,16 @@ class Standbys:
         self._look_at = 0.0
 
     def choose(
-        self, route: Route, standing: Sequence[Hop], avoided: Set[PeerId], edges: Set[Edge], now: float
+        self,
+        route: Route,
+        standing: Sequence[Hop],
+        avoided: Set[PeerId],
+        excluded: Set[PeerId],
+        edges: Set[Edge],
+        now: float,
     ) -> tuple[Hop, ...]:
         """For each hop that wants one, if there is one that is connected: who stands by already, else the fastest that
-        has not failed here, another one for each hop if that can be."""
+        has not failed here, another one for each hop if that can be. Never one of those `excluded`."""
         chosen: list[Hop] = []
         wanting = [self.wants(hop) for hop in route]
         for index, hop in enumerate(route):
@@ -76,7 +83,7 @@ class Standbys:
             taken = {other.peer_id for other in chosen}
             able = [
                 peer_id
-                for peer_id in self._client.spares(hop, route.peers)
+                for peer_id in self._client.spares(hop, route.peers | excluded)
                 if self._client.link(peer_id) is not None
                 and self._resting.get(peer_id, 0.0) <= now
                 and (before, peer_id) not in edges

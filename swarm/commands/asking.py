@@ -34,6 +34,10 @@ class Asking:
     standby: str = "inputs"
     dtype: str = "float32"
 
+    def connecting(self) -> dict[str, Any]:
+        """What `SwarmModel.connect` takes of these, async or not."""
+        return {"join": self.join, "dtype": self.dtype, "wait_s": self.wait_s, "standby": self.standby}
+
     def settings(self, new_tokens: int) -> dict[str, Any]:
         """Fields of GenerationSettings."""
         chosen = {

@@ -100,14 +100,7 @@ def chat(console: Console, asking: Asking) -> None:
     """Raises what `SwarmModel` raises; with somebody at the terminal, what can be mended there is only told."""
     asking.check()
     with console.progress(f"opening {asking.model} and joining the swarm") as progress:
-        model = SwarmModel.connect(
-            asking.model,
-            join=asking.join,
-            dtype=asking.dtype,
-            wait_s=asking.wait_s,
-            standby=asking.standby,
-            progress=progress,
-        )
+        model = SwarmModel.connect(asking.model, **asking.connecting(), progress=progress)
         model.__enter__()
     try:
         if not model.tokenizer.chat_template:

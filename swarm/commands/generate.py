@@ -22,14 +22,7 @@ async def generate(console: Console, asking: Asking, text: str, *, raw: bool) ->
     asking.check()
     async with AsyncExitStack() as stack:
         with console.progress(f"opening {asking.model} and joining the swarm") as progress:
-            connecting = SwarmModel.connect(
-                asking.model,
-                join=asking.join,
-                dtype=asking.dtype,
-                wait_s=asking.wait_s,
-                standby=asking.standby,
-                progress=progress,
-            )
+            connecting = SwarmModel.connect(asking.model, **asking.connecting(), progress=progress)
             model = await stack.enter_async_context(connecting)
         missing = await _missing(model) if asking.wait_s else ""
         if missing:

@@ -176,15 +176,20 @@ async def test_a_text_taken_back_is_taken_back_at_the_standby_too(tiny: Path, lo
 # -- peers that leave ---------------------------------------------------------------------------------------
 
 
+async def written_on(text: Text, leaving: InProcessPeer, *most_s: float) -> None:
+    """The text goes on while a peer hands over."""
+    gone = asyncio.ensure_future(leaving.host.arun(leaving.service.hand_over(*most_s)))
+    while not gone.done():
+        await text.more(1)
+
+
 @pytest.mark.parametrize("hop", [0, 1])
 async def test_who_leaves_is_replaced_between_two_tokens(hop: int, tiny: Path, local: Reference) -> None:
     async with running(tiny, SPARED) as (swarm, model), model.session() as session:
         text = Text(session, local, LONG)
         await text.more(3)
         leaving = used(swarm, session, hop)
-        gone = asyncio.ensure_future(leaving.host.arun(leaving.service.hand_over()))
-        while not gone.done():
-            await text.more(1)
+        await written_on(text, leaving)
         await text.more(3)
         assert leaving.peer_id not in session.route.peers and leaving.sessions == 0
         assert [recovery.reason for recovery in session.recoveries[1:]] == [f"{leaving.peer_id} leaves"]
@@ -210,9 +215,7 @@ async def test_who_leaves_and_has_no_successor_serves_on_while_it_is_used(tiny: 
         text = Text(session, local)
         await text.more(3)
         leaving = used(swarm, session, 1)
-        gone = asyncio.ensure_future(leaving.host.arun(leaving.service.hand_over(0.5)))
-        while not gone.done():
-            await text.more(1)
+        await written_on(text, leaving, 0.5)
         assert len(session.recoveries) == 1
         # A new session is not taken any more.
         with pytest.raises(SwarmError):
@@ -235,9 +238,7 @@ async def test_a_successor_takes_the_pages_of_who_leaves(hop: int, tiny: Path, l
         text = Text(session, local, LONG)
         await text.more(3)
         leaving = used(swarm, session, hop)
-        gone = asyncio.ensure_future(leaving.host.arun(leaving.service.hand_over()))
-        while not gone.done():
-            await text.more(1)
+        await written_on(text, leaving)
         taking = used(swarm, session, hop)
         assert taking is not leaving and taking.positions(FrameType.PAGES) >= len(text.ids)
         assert filled(taking) < 60, "it was sent the text as well"
