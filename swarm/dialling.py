@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import socket
 import ssl
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from swarm.link import Link
 
 PROTOCOL = "swarm-frames-1"  # the name of the fallback's streams
 _STAGGER_S = 0.2  # between two addresses, unless the first fails sooner
-_STREAM_AFTER_S = 1.5  # the fallback joins the race then, or when all addresses have failed
+# The fallback joins the race then, unless an address is in the midst of its TLS handshake, or when all have failed.
+_STREAM_AFTER_S = 1.5
 _HELLOS = 3  # in one dial: another connection may have crossed this one, or just ended
 _CROSSED_S = 0.05  # for a connection that crossed to arrive here, too
 
@@ -60,6 +62,7 @@ class Dial:
         self._addresses: list[str] = []
         self._deadline = 0.0  # of the most patient waiter
         self._open: set[Outbound] = set()
+        self._shaking: set[str] = set()  # addresses that took our connection: slow ones are better than a stream
         self._task: asyncio.Task[None] | None = None
 
     def want(self, addresses: Iterable[str], deadline: float) -> None:
@@ -146,12 +149,12 @@ class Dial:
                     tried.add(untried[0])
                     running.add(self._context.spawn(self._try_address(untried.pop(0))))
                     next_start = clock() + _STAGGER_S
-                elif streams and not untried and (not running or clock() >= stream_start):
+                elif streams and not untried and (not running or (clock() >= stream_start and not self._shaking)):
                     streams = False
                     running.add(self._context.spawn(self._try_stream()))
                 if not running:
                     return None
-                due = next_start if untried else stream_start if streams else None
+                due = next_start if untried else stream_start if streams and not self._shaking else None
                 patience = None if due is None else max(0.0, due - clock())
                 done, running = await asyncio.wait(running, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -182,12 +185,11 @@ class Dial:
                 outbound.begin(channel)
 
         try:
-            host, port = parse_address(address)
-            ipaddress.ip_address(host)  # addresses come from others: nobody makes us look up a name
+            raw = await _connected(address)
+            self._shaking.add(address)
             await asyncio.get_running_loop().create_connection(
                 lambda: TlsChannel(on_made),
-                host,
-                port,
+                sock=raw,
                 ssl=self._context.tls,
                 server_hostname="",  # no name is sent: the certificate names none
                 ssl_handshake_timeout=self._context.handshake_s,
@@ -196,6 +198,8 @@ class Dial:
             await made[0].ready()
         except (OSError, ValueError, SwarmError) as error:
             return f"{address}: {error}"
+        finally:
+            self._shaking.discard(address)
         return made[0]
 
     async def _try_stream(self) -> Outbound | str:
@@ -217,3 +221,18 @@ class Dial:
     def _outbound(self, binding: bytes) -> Outbound:
         machine = Dialling(self._context.identity, self._context.role, self.peer_id, binding)
         return Outbound(machine, lambda outbound: self._context.welcomed(self, outbound))
+
+
+async def _connected(address: str) -> socket.socket:
+    """Raises BadInput, ValueError, OSError. Apart from TLS: who took our connection may just be slow."""
+    host, port = parse_address(address)
+    # Addresses come from others: nobody makes us look up a name.
+    version = ipaddress.ip_address(host).version
+    raw = socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        raw.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(raw, (host, port))
+    except BaseException:
+        raw.close()
+        raise
+    return raw

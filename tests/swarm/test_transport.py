@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routing.errors import BadInput, PortInUse, TimedOut, Unreachable
+from swarm import dialling
 from swarm.channel import format_address, parse_address
 from swarm.frames import Codec, Frame, FrameType
 from swarm.handshake import make_certificate, server_context
@@ -765,6 +766,21 @@ async def test_direct_is_preferred_and_can_be_switched_off():
         async with endpoint(SMALLER, here, streams=mine, direct=False) as a:
             await a.connect(LARGER.peer_id, [address], 10)
             assert mine.opened == 1
+
+
+async def test_a_slow_handshake_is_waited_for_rather_than_taking_a_stream(monkeypatch):
+    """A busy machine answers late: its streams would be late too, and they end with p2pd."""
+    monkeypatch.setattr(dialling, "_STREAM_AFTER_S", 0.05)
+    mine, other = carriers(SMALLER.peer_id, LARGER.peer_id)
+    gate = asyncio.Event()
+    async with (
+        endpoint(LARGER, Record(), streams=other) as b,
+        endpoint(SMALLER, Record(), streams=mine) as a,
+        slow_way(await b.listen("127.0.0.1"), 0.0, 0.0, gate) as address,
+    ):
+        asyncio.get_running_loop().call_later(0.3, gate.set)
+        link = await a.connect(LARGER.peer_id, [address], 10)
+        assert mine.opened == 0 and await link.ping(10) > 0
 
 
 async def test_a_stream_from_another_than_it_says_is_refused():
