@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -151,6 +152,10 @@ def chat(
     seed: Seed = None,
     stop: Stop = [],  # noqa: B006  typer's way
     system: System = None,
+    save: Annotated[
+        Path | None,
+        typer.Option("--save", metavar="FILE", help="keep the conversation there; go on with it if it is there"),
+    ] = None,
     wait: Wait = 0.0,
     timeout: Timeout = None,
     standby: Standby = "inputs",
@@ -162,6 +167,7 @@ def chat(
 
     Each line is said to it; /help tells what else there is. The conversation stays with the peers that answer, so
     each turn sends only what is new. Lines may come from a pipe, too. With --json each answer is one JSON object.
+    --save FILE writes down each token before it is shown: after a crash the same command goes on where it was.
 
     \b
     Example:  swarm chat smollm2 --join CODE
@@ -178,7 +184,7 @@ def chat(
             repetition_penalty=repetition_penalty, seed=seed, stop=tuple(stop), system=system, wait_s=wait,
             timeout_s=timeout, standby=standby, dtype=dtype,
         )  # fmt: skip
-        talk(console, asking)
+        talk(console, asking, save)
 
 
 @app.command()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -35,6 +35,7 @@ from swarm.text import Messages, chat_ids, next_turn_ids
 Prompt = str | Sequence[int] | Messages
 """Text, token ids, or a chat: `[{"role": "user", "content": "Hello"}]`."""
 
+Hear = Callable[[Token], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,13 +189,25 @@ class SwarmModel:
         """The session that `TextSession.save` left there, also of a process that crashed; that process's own is over
         (Superseded) once this one speaks. What its peers still hold is not computed again. If a generation was under
         way, `rest` continues it. Raises BadInput."""
-        read = saved.read(path)
+        return self._resumed(saved.read(path), wait_s, standby)
+
+    def _resumed(self, read: saved.SavedSession, wait_s: float | None, standby: str | None) -> TextSession:
         session = self._client.session(self._config_with(wait_s, standby), read)
         return TextSession(self, session, _unfinished(read))
 
     def chat(self, system: str | None = None) -> Chat:
         """A conversation that sends only what is new in each turn. Use it inside `async with`."""
-        return Chat(self.session(), system)
+        return Chat(self.session(), [{"role": "system", "content": system}] if system else [])
+
+    def resume_chat(
+        self, path: str | os.PathLike[str], *, wait_s: float | None = None, standby: str | None = None
+    ) -> Chat:
+        """The conversation that `Chat.save` left there; see `resume`. If an answer was under way, `Chat.rest` continues
+        it. Raises BadInput, also for a session that is no chat."""
+        read = saved.read(path)
+        if read.messages is None:
+            raise BadInput(f"{path} is a saved session, and no chat", advice="Take it up with resume.")
+        return Chat(self._resumed(read, wait_s, standby), read.messages)
 
     async def generate(
         self, prompt: Prompt, *, timeout_s: float | None = None, **settings: Any
@@ -286,10 +299,12 @@ class TextSession:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write down what another process needs to continue this text (`SwarmModel.resume`): tokens, the generation
         under way with its sampler, and where the cache is. The file holds the text in the clear. Raises BadInput."""
+        saved.write(path, self._to_save())
+
+    def _to_save(self) -> saved.SavedSession:
         under_way = self._unfinished
         if under_way is None:
-            saved.write(path, self._session.saved())
-            return
+            return self._session.saved()
         generation = saved.SavedGeneration(
             held=under_way.held,
             prompt=under_way.new_ids,
@@ -297,7 +312,7 @@ class TextSession:
             settings=asdict(under_way.settings),
             sampler=under_way.sampler_state(),
         )
-        saved.write(path, self._session.saved(under_way.position, generation))
+        return self._session.saved(under_way.position, generation)
 
     async def generate(
         self,
@@ -310,7 +325,8 @@ class TextSession:
         """Append a prompt to what is held and continue from there; see `SwarmModel.generate`. `save_to`: `save` there
         before each token is given out, so that nothing that was seen is lost with this process."""
         ids = self.model.encode(prompt)
-        async with aclosing(self._generate(ids, GenerationSettings(**_known(settings)), timeout_s, save_to)) as tokens:
+        wanted = GenerationSettings(**_known(settings))
+        async with aclosing(self._generate(ids, wanted, timeout_s, self._saving(save_to))) as tokens:
             async for token in tokens:
                 yield token
 
@@ -320,26 +336,26 @@ class TextSession:
         """What is still to come of a generation that broke off here, or was under way when this session was saved: the
         tokens after `said`, the same as they would have been. Nothing if there is none."""
         if self._unfinished is not None:
-            async with aclosing(self._follow(self._unfinished, timeout_s, save_to)) as tokens:
+            async with aclosing(self._follow(self._unfinished, timeout_s, self._saving(save_to))) as tokens:
                 async for token in tokens:
                     yield token
 
+    def _saving(self, path: str | os.PathLike[str] | None) -> Hear:
+        return _nothing if path is None else lambda _: self.save(path)
+
     async def _generate(
-        self,
-        ids: Sequence[int],
-        settings: GenerationSettings,
-        timeout_s: float | None,
-        save_to: str | os.PathLike[str] | None = None,
+        self, ids: Sequence[int], settings: GenerationSettings, timeout_s: float | None, hear: Hear
     ) -> AsyncGenerator[Token, None]:
         settings = settings.with_model_defaults(self.model.generation_config)
         unfinished = Unfinished(self._session.position, list(ids), settings)
-        async with aclosing(self._follow(unfinished, timeout_s, save_to)) as tokens:
+        async with aclosing(self._follow(unfinished, timeout_s, hear)) as tokens:
             async for token in tokens:
                 yield token
 
     async def _follow(
-        self, unfinished: Unfinished, timeout_s: float | None, save_to: str | os.PathLike[str] | None
+        self, unfinished: Unfinished, timeout_s: float | None, hear: Hear
     ) -> AsyncGenerator[Token, None]:
+        """`hear` is told each token before it is given out."""
         model = self.model
         stream = generate(
             self._session,
@@ -356,8 +372,7 @@ class TextSession:
             async for token in tokens:
                 if token.finish is not None:
                     self._unfinished = None
-                if save_to is not None:
-                    self.save(save_to)
+                hear(token)
                 yield token
 
     @staticmethod
@@ -392,11 +407,8 @@ class TextSession:
 class Chat:
     """A conversation. `messages` is what was said so far, as transformers' chat templates take it."""
 
-    def __init__(self, session: TextSession, system: str | None):
-        self.session = session
-        self.messages: list[dict[str, str]] = []
-        if system:
-            self.messages.append({"role": "system", "content": system})
+    def __init__(self, session: TextSession, messages: Sequence[dict[str, str]]):
+        self.session, self.messages = session, list(messages)
 
     async def __aenter__(self) -> Chat:
         await self.session.__aenter__()
@@ -405,26 +417,68 @@ class Chat:
     async def __aexit__(self, *exc: object) -> None:
         await self.session.__aexit__(*exc)
 
-    async def send(self, text: str, *, timeout_s: float | None = None, **settings: Any) -> AsyncGenerator[Token, None]:
+    async def send(
+        self,
+        text: str,
+        *,
+        timeout_s: float | None = None,
+        save_to: str | os.PathLike[str] | None = None,
+        **settings: Any,
+    ) -> AsyncGenerator[Token, None]:
         """Say something, and get the answer token by token. An answer that is broken off stays as far as it came;
-        a turn that failed before its first token is as if it had not been said."""
+        a turn that failed before its first token is as if it had not been said. `save_to`: as in
+        `TextSession.generate`."""
         wanted = GenerationSettings(**_known(settings))
         said = [*self.messages, {"role": "user", "content": text}]
         session = self.session
         turn = next_turn_ids(session.model.tokenizer, session.token_ids, said)
         session.rollback(turn.keep)
-        answer: list[str] = []
-        begun = False
-        stream = session._generate(turn.append, wanted, timeout_s)
+        stream = session._generate(turn.append, wanted, timeout_s, self._hearing(said, "", save_to))
         try:
             async with aclosing(stream) as tokens:
                 async for token in tokens:
-                    begun = True
-                    answer.append(token.text)
                     yield token
         finally:
-            if begun:
-                self.messages = [*said, {"role": "assistant", "content": "".join(answer)}]
+            if session._unfinished is not None and not session._unfinished.said:
+                session._unfinished = None
+
+    async def rest(
+        self, *, timeout_s: float | None = None, save_to: str | os.PathLike[str] | None = None
+    ) -> AsyncGenerator[Token, None]:
+        """What is still to come of an answer that broke off here, or was under way when this chat was saved; nothing
+        if there is none."""
+        unfinished = self.session._unfinished
+        if unfinished is None or not unfinished.said or not self.messages or self.messages[-1]["role"] != "assistant":
+            return
+        *said, answer = self.messages
+        stream = self.session._follow(unfinished, timeout_s, self._hearing(said, answer["content"], save_to))
+        async with aclosing(stream) as tokens:
+            async for token in tokens:
+                yield token
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write down what another process needs to go on with this conversation (`SwarmModel.resume_chat`); see
+        `TextSession.save`. Raises BadInput."""
+        session, unfinished = self.session, self.session._unfinished
+        # A turn without a token of an answer is in no message yet.
+        waiting = unfinished is not None and not unfinished.said
+        read = session._session.saved(unfinished.held) if unfinished and waiting else session._to_save()
+        read.messages = self.messages
+        saved.write(path, read)
+
+    def _hearing(self, said: list[dict[str, str]], answer: str, save_to: str | os.PathLike[str] | None) -> Hear:
+        def hear(token: Token) -> None:
+            nonlocal answer
+            answer += token.text
+            self.messages = [*said, {"role": "assistant", "content": answer}]
+            if save_to is not None:
+                self.save(save_to)
+
+        return hear
+
+
+def _nothing(token: Token) -> None:
+    pass
 
 
 def _known(settings: dict[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ class SavedSession(msgspec.Struct, kw_only=True):
     peers: list[str]  # of the last route: they may still hold what was computed
     tokens: list[int]  # held
     generation: SavedGeneration | None = None
+    messages: list[dict[str, str]] | None = None  # of a chat; the last one may be an answer under way
     format: int = FORMAT
 
 

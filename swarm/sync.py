@@ -160,6 +160,14 @@ class SwarmModel:
     def chat(self, system: str | None = None) -> Chat:
         return Chat(self._loop, self._model.chat(system))
 
+    def resume_chat(
+        self, path: str | os.PathLike[str], *, wait_s: float | None = None, standby: str | None = None
+    ) -> Chat:
+        async def resumed() -> asynchronous.Chat:
+            return self._model.resume_chat(path, wait_s=wait_s, standby=standby)
+
+        return Chat(self._loop, self._loop.run(resumed()))
+
 
 class TextSession:
     """See `swarm.model.TextSession`. Use it inside `with`."""
@@ -223,5 +231,23 @@ class Chat:
     def messages(self) -> list[dict[str, str]]:
         return self._chat.messages
 
-    def send(self, text: str, *, timeout_s: float | None = None, **settings: Any) -> Iterator[Token]:
-        return self._loop.iterate(self._chat.send(text, timeout_s=timeout_s, **settings))
+    def send(
+        self,
+        text: str,
+        *,
+        timeout_s: float | None = None,
+        save_to: str | os.PathLike[str] | None = None,
+        **settings: Any,
+    ) -> Iterator[Token]:
+        return self._loop.iterate(self._chat.send(text, timeout_s=timeout_s, save_to=save_to, **settings))
+
+    def rest(
+        self, *, timeout_s: float | None = None, save_to: str | os.PathLike[str] | None = None
+    ) -> Iterator[Token]:
+        return self._loop.iterate(self._chat.rest(timeout_s=timeout_s, save_to=save_to))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        async def save() -> None:
+            self._chat.save(path)
+
+        self._loop.run(save())

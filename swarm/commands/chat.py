@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from importlib import import_module
+from pathlib import Path
 
 from routing.errors import BadInput, NoRoute, Overloaded, PromptTooLong, SwarmError, TimedOut
 from swarm.commands.asking import Answer, Asking
@@ -31,10 +33,14 @@ GOES_ON = (BadInput, PromptTooLong, NoRoute, TimedOut, Overloaded)  # the sessio
 class Conversation:
     """What the loop of `chat` works on."""
 
-    def __init__(self, console: Console, asking: Asking, model: SwarmModel):
-        self.console, self.asking, self.model = console, asking, model
+    def __init__(self, console: Console, asking: Asking, model: SwarmModel, path: Path | None = None):
+        """`path`: of the file that keeps the conversation; what is in there goes on."""
+        self.console, self.asking, self.model, self.path = console, asking, model, path
         self.chat: Chat
-        self.begin()
+        if path is not None and path.exists():
+            self.chat = model.resume_chat(path)
+        else:
+            self.begin()
 
     def begin(self) -> None:
         self.chat = self.model.chat(self.asking.system)
@@ -43,13 +49,27 @@ class Conversation:
         self.chat.__exit__()
         self.begin()
 
+    def take_up(self) -> None:
+        """Show how far the conversation came, and print the rest of an answer that was under way."""
+        messages, said = self.chat.messages, self.chat.session.said
+        if messages and self.path is not None and self.path.exists():
+            self.console.note(f"going on with the {len(messages)} messages of {self.path}")
+        if said:
+            self.console.stream(messages[-1]["content"])
+            rest = self.chat.rest(timeout_s=self.asking.timeout_s, save_to=self.path)
+            self._print(rest, len(self.chat.session.token_ids))
+
     def say(self, text: str) -> None:
         """Print the answer as it comes. Ctrl-C raises KeyboardInterrupt, and what came so far stays said."""
-        console, chat, session = self.console, self.chat, self.chat.session
-        held = len(self.model.encode([*chat.messages, {"role": "user", "content": text}]))
+        held = len(self.model.encode([*self.chat.messages, {"role": "user", "content": text}]))
         # In a long conversation the answers get shorter before there is no room at all.
         wish, room = self.asking.max_new_tokens or NEW_TOKENS, self.model.max_context - held
         settings = self.asking.settings(max(1, min(wish, room)))
+        self._print(self.chat.send(text, timeout_s=self.asking.timeout_s, save_to=self.path, **settings), held)
+
+    def _print(self, answer: Iterator[Token], held: int) -> None:
+        """`held`: tokens of all that goes before the answer."""
+        console, session = self.console, self.chat.session
         seen_traces, seen_recoveries = len(session.traces), len(session.recoveries)
         tokens: list[Token] = []
         asked_s = time.monotonic()
@@ -70,7 +90,7 @@ class Conversation:
         until_first = ExitStack()
         until_first.enter_context(console.progress("waiting for the answer"))
         try:
-            for token in chat.send(text, timeout_s=self.asking.timeout_s, **settings):
+            for token in answer:
                 until_first.close()
                 tokens.append(token)
                 console.stream(token.text)
@@ -96,8 +116,9 @@ class Conversation:
             self.console.show(route_table(hop_times(session.route, session.traces), "milliseconds of a token"))
 
 
-def chat(console: Console, asking: Asking) -> None:
-    """Raises what `SwarmModel` raises; with somebody at the terminal, what can be mended there is only told."""
+def chat(console: Console, asking: Asking, path: Path | None = None) -> None:
+    """`path`: where the conversation is kept, and taken up if it is there. Raises what `SwarmModel` raises; with
+    somebody at the terminal, what can be mended there is only told."""
     asking.check()
     with console.progress(f"opening {asking.model} and joining the swarm") as progress:
         model = SwarmModel.connect(asking.model, **asking.connecting(), progress=progress)
@@ -108,7 +129,7 @@ def chat(console: Console, asking: Asking) -> None:
                 f"{asking.model} has no chat template, so it cannot chat",
                 advice="Use swarm generate, or an instruction-tuned model.",
             )
-        conversation = Conversation(console, asking, model)
+        conversation = Conversation(console, asking, model, path)
         try:
             _talk(conversation)
         finally:
@@ -125,8 +146,12 @@ def _talk(conversation: Conversation) -> None:
         with suppress(ImportError):  # editing and history, where the system has it
             import_module("readline")
     stopped = False  # by Ctrl-C; a second one leaves
+    begun = False
     while True:
         try:
+            if not begun:
+                begun = True
+                conversation.take_up()
             line = _read(console, somebody)
             if line is None:
                 return

@@ -286,6 +286,8 @@ class FakeSession:
     route = None
     traces: list[StepTrace] = []  # noqa: RUF012
     recoveries: list[Recovery] = []  # noqa: RUF012
+    said: list[int] = []  # noqa: RUF012
+    token_ids: list[int] = []  # noqa: RUF012
 
 
 class FakeChat:

@@ -249,6 +249,22 @@ def test_a_chat_in_a_terminal(launch, swarm, tiny):
     assert "Traceback" not in typist.screen
 
 
+def test_a_chat_that_is_kept_in_a_file(command, swarm, tiny, tmp_path, monkeypatch):
+    path = tmp_path / "chat.json"
+    once = "chat", str(tiny), "--max-new-tokens", "8", "--join", swarm.join_code, "--save", str(path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+    assert command(*once).code == 0
+    saved = json.loads(path.read_text())
+    assert [message["role"] for message in saved["messages"]] == ["user", "assistant"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("And now?\n"))
+    shown = command(*once)
+    assert shown.code == 0 and f"going on with the 2 messages of {path}" in shown.err
+    assert json.loads(path.read_text())["messages"][:2] == saved["messages"]
+    path.write_text("{}")
+    shown = command(*once)
+    assert shown.code == 2 and "not a saved session" in shown.err
+
+
 # -- the swarm changes (last: it is not the same afterwards) ----------------------------------------------------------
 
 

@@ -127,6 +127,54 @@ async def test_a_text_that_broke_off_goes_on_in_its_own_session(tiny: Path, loca
         assert ids + await rest(session) == local.greedy(local.ids(PROMPT), NEW)
 
 
+async def test_a_chat_goes_on_with_its_messages(tiny: Path, tmp_path: Path) -> None:
+    path, settings = tmp_path / "chat.json", {"max_new_tokens": 12, "ignore_eos": True, "seed": 5}
+    async with InProcessSwarm(tiny, CHAIN) as swarm, swarm.model() as first, swarm.model() as second:
+        async with first.chat("Be brief.") as chat:
+            for question in ("Who are you?", "And I?"):
+                whole = [token.text async for token in chat.send(question, **settings)]
+            expected = list(chat.messages)
+        chat = first.chat("Be brief.")
+        _ = [token async for token in chat.send("Who are you?", save_to=path, **settings)]
+        stream = chat.send("And I?", save_to=path, **settings)
+        begun = [(await anext(stream)).text for _ in range(5)]
+        await stream.aclose()
+        assert chat.messages[-1] == {"role": "assistant", "content": "".join(begun)}
+        before = computed(swarm)
+        async with second.resume_chat(path) as resumed:
+            assert resumed.messages == chat.messages
+            assert begun + [token.text async for token in resumed.rest(save_to=path)] == whole
+            assert resumed.messages == expected
+            assert all(after - sent <= 12 - 5 + 1 for sent, after in zip(before, computed(swarm), strict=True))
+            assert [token async for token in resumed.rest()] == []
+            _ = [token async for token in resumed.send("So?", save_to=path, **settings)]
+            assert resumed.messages[: len(expected)] == expected and len(resumed.messages) == len(expected) + 2
+        async with second.resume_chat(path) as resumed:
+            assert len(resumed.messages) == len(expected) + 2 and resumed.session.said == []
+        await chat.__aexit__()
+
+
+async def test_a_turn_that_is_not_answered_yet_is_not_in_a_saved_chat(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    async with InProcessSwarm(tiny, CHAIN) as swarm, swarm.model() as model:
+        async with model.chat() as chat:
+            asked = asyncio.create_task(anext(chat.send("Who are you?", **SETTINGS)))
+            await asyncio.sleep(0)  # it has begun, and waits for its first step
+            assert chat.session._unfinished is not None
+            chat.save(path)
+            await asked
+            chat.save(tmp_path / "later.json")
+        async with model.resume_chat(path) as resumed:
+            assert resumed.messages == [] == resumed.session.token_ids
+            assert [token async for token in resumed.rest()] == []
+        async with model.resume_chat(tmp_path / "later.json") as resumed:
+            assert len(resumed.session.said) == 1 and len(resumed.messages) == 2
+        async with model.session() as session:
+            session.save(path)
+        with pytest.raises(BadInput, match="no chat"):
+            model.resume_chat(path)
+
+
 async def test_a_session_of_other_weights_is_refused(tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "text.json"
     async with InProcessSwarm(tiny, CHAIN) as swarm, swarm.model() as model:
