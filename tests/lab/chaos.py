@@ -1,6 +1,7 @@
-"""Random faults on a swarm over an emulated wide-area network, and texts that must be the local model's.
+"""Random faults on a swarm over an emulated wide-area network or on loopback, and texts that must be the local one.
 
-`python -m tests.lab.chaos --seed 1 --minutes 5` (`make chaos SEED=1 MINUTES=5`). The seed decides which faults come
+`python -m tests.lab.chaos --seed 1 --minutes 5` (`make chaos SEED=1 MINUTES=5`; with NETWORK=loopback it needs no root
+and has no faults of the network). The seed decides which faults come
 when; what a text is doing at that moment is for the machine to decide. Fails if a text is wrong or hangs, if a fault
 that was ordered did not happen, or if a peer still holds memory when all is over.
 """
@@ -28,8 +29,9 @@ from routing.types import Span
 from swarm.local import LocalPeer
 from swarm.standbys import MODES
 from tests.lab.lab import Lab, why_not
-from tests.lab.swarm import LabSwarm
+from tests.lab.swarm import LabSwarm, SkewedSwarm
 from tests.tiny import make_tiny
+from tests.whole.family import Family, daemon_of
 from tests.whole.reference import Reference
 
 BLOCKS = 6
@@ -54,13 +56,16 @@ class Fault:
     lasts_s: float
 
 
-def schedule(seed: int, seconds: float, peers: int) -> list[Fault]:
-    """The same for the same seed."""
+OF_PEERS = {"kill": 4, "freeze": 3, "leave": 4, "p2pd": 2, "wrong clock": 1, "block": 1, "pressure": 2}
+OF_NETWORK = {
+    "cut": 3, "cut inward": 1, "cut outward": 1, "edge": 2, "slow": 2, "loss": 2, "partition": 1, "client gone": 1,
+}  # fmt: skip
+
+
+def schedule(seed: int, seconds: float, peers: int, *, network: bool = True) -> list[Fault]:
+    """The same for the same seed. `network`: with faults of the network, too."""
     rng = random.Random(seed)
-    kinds = {
-        "kill": 4, "freeze": 3, "cut": 3, "cut inward": 1, "cut outward": 1, "edge": 2, "slow": 2, "loss": 2,
-        "leave": 4, "partition": 1, "client gone": 1, "wrong clock": 1, "block": 1, "pressure": 2,
-    }  # fmt: skip
+    kinds = OF_PEERS | OF_NETWORK if network else OF_PEERS
     faults, at_s = [], 2.0
     while at_s < seconds:
         peer, other = rng.sample(range(peers), 2)
@@ -71,9 +76,10 @@ def schedule(seed: int, seconds: float, peers: int) -> list[Fault]:
 
 
 class Chaos:
-    def __init__(self, lab: Lab, swarm: LabSwarm, crowd: Callable[[], object] = lambda: None):
-        """`crowd` makes the caches of all peers full for a while."""
+    def __init__(self, swarm: SkewedSwarm, lab: Lab | None, crowd: Callable[[], object] = lambda: None):
+        """`lab`: the network, where it can be disturbed. `crowd` makes the caches of all peers full for a while."""
         self.lab, self.swarm, self._crowd = lab, swarm, crowd
+        self.family = Family()
         self.names = [peer.log.stem for peer in swarm.peers]
         self.happened: Counter[str] = Counter()
         self.problems: list[str] = []
@@ -84,10 +90,9 @@ class Chaos:
 
     def begin(self, fault: Fault) -> Callable[[], object]:
         """Do it; what undoes it is returned."""
-        lab, peer = self.lab, self.newest(fault.peer)
-        host, other = fault.peer + 2, fault.other + 2
+        peer = self.newest(fault.peer)
         match fault.kind:
-            case "kill" | "leave" | "freeze" | "wrong clock" if peer not in self.living():
+            case "kill" | "leave" | "freeze" | "p2pd" | "wrong clock" if peer not in self.living():
                 return lambda: None  # it is down already or on its way, or not yet up again
             case "kill" | "leave" | "wrong clock" if len(self.living()) < 3:
                 return lambda: None  # somebody must be there for those who come back
@@ -114,27 +119,41 @@ class Chaos:
             case "freeze":
                 peer.freeze()
                 undo = peer.thaw
+            case "p2pd":
+                daemon = daemon_of(peer.pid)
+                if daemon is None:  # the last one's successor is not up yet
+                    return lambda: None
+                daemon.kill()
+                undo = peer.process.poll
+            case _:
+                assert self.lab is not None
+                undo = self._disturb(self.lab, fault)
+        self.happened[fault.kind] += 1
+        return undo
+
+    @staticmethod
+    def _disturb(lab: Lab, fault: Fault) -> Callable[[], object]:
+        host, other = fault.peer + 2, fault.other + 2
+        match fault.kind:
             case "cut" | "cut inward" | "cut outward":
                 lab.cut(host, inward=fault.kind != "cut outward", outward=fault.kind != "cut inward")
-                undo = partial(lab.heal, host)
+                return partial(lab.heal, host)
             case "edge":
                 lab.link(host, other, cut=True)
-                undo = partial(lab.link, host, other, cut=False)
+                return partial(lab.link, host, other, cut=False)
             case "slow":
                 lab.link(1, host, delay_ms=150, jitter_ms=30)
-                undo = partial(lab.link, 1, host, delay_ms=DELAY_MS, jitter_ms=0)
+                return partial(lab.link, 1, host, delay_ms=DELAY_MS, jitter_ms=0)
             case "loss":
                 lab.everywhere(loss=0.01, jitter_ms=30)
-                undo = partial(lab.everywhere, loss=0, jitter_ms=0)
+                return partial(lab.everywhere, loss=0, jitter_ms=0)
             case "partition":
                 lab.split({1, *range(2, 5)})
-                undo = partial(lab.everywhere, cut=False)
+                return partial(lab.everywhere, cut=False)
             case _:
                 assert fault.kind == "client gone"
                 lab.cut(1)
-                undo = partial(lab.heal, 1)
-        self.happened[fault.kind] += 1
-        return undo
+                return partial(lab.heal, 1)
 
     def living(self) -> list[LocalPeer]:
         return [peer for peer in self.swarm.peers if peer.alive and peer.facts and not peer.leaving]
@@ -186,8 +205,10 @@ class Chaos:
                 what = f"{fault.kind} (peer {fault.peer}{f' and {fault.other}' if fault.kind == 'edge' else ''})"
                 say(f"{now:6.1f} s  {what} for {fault.lasts_s:.1f} s")
                 undo.append((now + fault.lasts_s, what, self.begin(fault)))
+            self.family.look()
             time.sleep(0.02)
-        self.lab.everywhere(cut=False, loss=0, jitter_ms=0, delay_ms=DELAY_MS)
+        if self.lab is not None:
+            self.lab.everywhere(cut=False, loss=0, jitter_ms=0, delay_ms=DELAY_MS)
         for thread in self._coming:
             thread.join()
 
@@ -241,29 +262,38 @@ class Texts:
         self._thread.join()
 
 
-def run(seed: int, seconds: float, say: Callable[[str], object]) -> list[str]:
+def run(seed: int, seconds: float, network: bool, say: Callable[[str], object]) -> list[str]:
     """What went wrong."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
         model = str(make_tiny("llama", folder / "model", layers=BLOCKS, tokenizer=True))
-        lab = stack.enter_context(Lab(hosts=1 + len(SPANS), delay_ms=DELAY_MS, seed=seed))
         problems: list[str] = []
-        stack.callback(lambda: problems.extend(_processes(lab)))
-        swarm = stack.enter_context(LabSwarm(lab, model, SPANS, options=["--cache", str(CACHE_MIB)]))
+        families: list[Family] = []
+        stack.callback(lambda: problems.extend(_processes(families)))
+        options = ["--cache", str(CACHE_MIB)]
+        if network:
+            lab = stack.enter_context(Lab(hosts=1 + len(SPANS), delay_ms=DELAY_MS, seed=seed))
+            swarm: SkewedSwarm = LabSwarm(lab, model, SPANS, options=options)
+        else:
+            lab, swarm = None, SkewedSwarm(model, SPANS, options=options)
+        families.append(Family())
+        stack.enter_context(swarm)
+        before = lab.on(1) if lab is not None else ()
         client, other = [
-            stack.enter_context(closing(Client(model, swarm.join_code, folder, before=lab.on(1), wait_s=WAIT_S)))
+            stack.enter_context(closing(Client(model, swarm.join_code, folder, before=before, wait_s=WAIT_S)))
             for _ in range(2)
         ]
         client.wait_for_peers(len(SPANS))
         texts = Texts(client, Reference(Path(model)), long=True)
         crowd, turns = Texts(other, Reference(Path(model)), long=True), count()
-        chaos, dropped = Chaos(lab, swarm, lambda: crowd.batch(next(turns))), lab.dropped
+        chaos = Chaos(swarm, lab, lambda: crowd.batch(next(turns)))
+        chaos.family, dropped = families[0], lab.dropped if lab is not None else 0
         with texts:
-            chaos.play(schedule(seed, seconds, len(SPANS)), say)
+            chaos.play(schedule(seed, seconds, len(SPANS), network=network), say)
         problems += chaos.problems
         problems += [f"wrong text: {error}" for error in texts.wrong + crowd.wrong]
         problems += [f"failed: {error}" for error in texts.failed + crowd.failed]
-        if chaos.happened.keys() & {"cut", "loss", "client gone", "partition"} and lab.dropped == dropped:
+        if chaos.happened.keys() & {"cut", "loss", "client gone", "partition"} and lab and lab.dropped == dropped:
             problems.append("no packet was dropped")
         problems += _left(client, len(SPANS))
         done, wrong, failed = (a + b for a, b in zip(texts.counts, crowd.counts, strict=True))
@@ -273,10 +303,10 @@ def run(seed: int, seconds: float, say: Callable[[str], object]) -> list[str]:
     return problems
 
 
-def _processes(lab: Lab) -> list[str]:
+def _processes(families: Sequence[Family]) -> list[str]:
     """Those that are left when the swarm has ended."""
     deadline = time.monotonic() + END_S
-    while left := [f"host {host}: {pids}" for host in range(1, lab.hosts + 1) if (pids := lab.processes(host))]:
+    while left := [process for family in families for process in family.left()]:
         if time.monotonic() > deadline:
             return [f"processes are left: {', '.join(left)}"]
         time.sleep(0.2)
@@ -301,11 +331,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--network", choices=["lab", "loopback"], default="lab")
     options = parser.parse_args()
-    if reason := why_not():
-        print(f"chaos needs a network lab, and {reason}", file=sys.stderr)
+    reason = why_not() if options.network == "lab" else None
+    if reason is not None:
+        print(f"chaos needs a network lab, and {reason}; there is --network loopback", file=sys.stderr)
         return 2
-    problems = run(options.seed, 60 * options.minutes, lambda line: print(line, flush=True))
+    problems = run(options.seed, 60 * options.minutes, options.network == "lab", lambda line: print(line, flush=True))
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else 0

@@ -129,13 +129,6 @@ class Lab:
         """Of its uplink; 0 is no limit."""
         self._change(rate=(host, mbit_s * 1e6 / 8))
 
-    def processes(self, host: int) -> list[int]:
-        """Those that run there."""
-        listed = subprocess.run(
-            ["ip", "netns", "pids", f"{self.prefix}{host}"], capture_output=True, text=True, check=True
-        )
-        return [int(word) for word in listed.stdout.split()]
-
     @property
     def dropped(self) -> int:
         """Packets lost or cut off so far."""

@@ -111,7 +111,7 @@ def test_the_clients_own_network_is_gone_for_a_while(wide: Wide) -> None:
 
 def test_texts_survive_chaos(wide: Wide) -> None:
     """Some seconds of what `make chaos` does for as long as one likes, on this swarm."""
-    chaos, said = Chaos(wide.lab, wide.swarm), list[str]()
+    chaos, said = Chaos(wide.swarm, wide.lab), list[str]()
     with Texts(wide.client, wide.reference) as texts:
         chaos.play(schedule(28, 6.0, len(TWICE)), said.append)
     assert texts.done and not texts.wrong and not texts.failed, "\n".join([*said, *texts.wrong, *texts.failed])

@@ -5,7 +5,6 @@ One swarm for all of it, which shrinks from test to test; the tests of a module 
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -13,13 +12,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 from swarm.checkpoint import open_checkpoint
 from swarm.local import LocalPeer, LocalSwarm
 from swarm.model import SwarmModel, TextSession
+from tests.whole.family import Family, daemon_of
 from tests.whole.reference import Reference
 from tests.whole.stand_ins import until
 
@@ -28,30 +27,6 @@ pytestmark = pytest.mark.processes
 PROMPT = "Explain in a few sentences why the sea is salt:"
 SPANS = ["0:15", "15:30"] * 3
 TOKENS = 32
-
-
-class Family:
-    """Every process that this test process has ever had beneath it."""
-
-    def __init__(self) -> None:
-        self.before = set(psutil.Process().children(recursive=True))
-        self.seen: dict[psutil.Process, str] = {}  # and their names
-
-    def look(self) -> None:
-        for process in set(psutil.Process().children(recursive=True)) - self.before - self.seen.keys():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self.seen[process] = process.name()
-
-    def left(self) -> list[str]:
-        self.look()
-        running = [each for each in self.seen if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
-        return [f"{self.seen[each]} ({each.pid})" for each in running]
-
-
-def daemon_of(pid: int | None = None) -> psutil.Process | None:
-    """The p2pd of a process."""
-    children = psutil.Process(pid).children()
-    return next((child for child in children if "p2pd" in child.name()), None)
 
 
 @pytest.fixture(scope="module")
