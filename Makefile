@@ -18,7 +18,7 @@ demo: $(READY)
 	$(BIN)/swarm demo
 
 test: $(READY) check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m tests
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -29,9 +29,9 @@ check: $(READY)
 bench: $(READY)
 	$(BIN)/python -m bench $(if $(ONLY),--only $(ONLY))
 
-# make chaos SEED=1 MINUTES=5; needs root, iproute2 and /dev/net/tun.
+# make chaos SEED=1 MINUTES=5; needs root, iproute2 and /dev/net/tun, but with NETWORK=loopback.
 chaos: $(READY)
-	$(BIN)/python -m tests.lab.chaos --seed $(or $(SEED),0) --minutes $(or $(MINUTES),2)
+	$(BIN)/python -m tests.lab.chaos --seed $(or $(SEED),0) --minutes $(or $(MINUTES),2) --network $(or $(NETWORK),lab)
 
 clean:
 	rm -rf .venv .pytest_cache .hypothesis .mypy_cache .ruff_cache bench.json

@@ -36,6 +36,8 @@ PARTS: dict[str, Part] = {
     "freeze": faults.freeze,
     "wide": wide.speed,
     "lost": wide.lost,
+    "silent": wide.silent,
+    "warm": wide.warm,
     "leave": wide.leave,
     "forget": faults.forget,
     "split": wide.split,

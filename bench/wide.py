@@ -50,20 +50,33 @@ def speed(setting: Setting) -> list[Figure]:
 
 
 def lost(setting: Setting) -> list[Figure]:
-    """SIGKILL, or a silent cut, of a hop of two, with a spare for each: the stall in round trips beyond what computing
-    the context anew takes, and what a cut costs whole; then, in a long text, the whole stall with standbys."""
+    """SIGKILL of a hop of two, with a spare for each: the stall in round trips beyond what computing the context anew
+    takes."""
     figures = []
     with setting.wide_swarm(TWICE, DELAY_MS) as swarm, setting.client(swarm) as client:
         harm = Harm(setting, swarm, client)
         for words, hop in HOPS.items():
             stalls = harm.stalls(setting.long_prompt(CONTEXT, 0), hop)
             figures.append(harm.figure(f"SIGKILL of the {words}, {CONTEXT} tokens: stall beyond the replay", stalls))
+    return figures
+
+
+def silent(setting: Setting) -> list[Figure]:
+    """The host of the last hop of two cut off silently, with a spare: the whole stall."""
+    with setting.wide_swarm(TWICE, DELAY_MS) as swarm, setting.client(swarm) as client:
+        harm = Harm(setting, swarm, client)
         cuts = harm.stalls(setting.long_prompt(CONTEXT, 0), HOPS["last hop"], harm.cut)
-        figures.append(harm.figure("the last hop's host cut off silently: stall", cuts, "s"))
+        return [harm.figure("the last hop's host cut off silently: stall", cuts, "s")]
+
+
+def warm(setting: Setting) -> list[Figure]:
+    """SIGKILL of a hop of two in a long text, with warm standbys: the whole stall in round trips."""
+    figures = []
+    with setting.wide_swarm(TWICE, DELAY_MS) as swarm, setting.client(swarm) as client:
+        harm = Harm(setting, swarm, client)
         for words, hop in HOPS.items():
             stalls = harm.stalls(setting.long_prompt(LONG, 0), hop, standby="warm")
-            words = f"SIGKILL of the {words}, {LONG:,} tokens, standbys: whole stall"
-            figures.append(harm.figure(words, stalls))
+            figures.append(harm.figure(f"SIGKILL of the {words}, {LONG:,} tokens, standbys: whole stall", stalls))
     return figures
 
 

@@ -547,7 +547,8 @@ async def test_another_process_with_another_clock_and_its_p2pd_when_it_is_killed
     await until(lambda: not alive(int(pid)))  # it must not outlive its process
 
 
-async def test_closing_leaves_nothing_behind(founder):
+async def test_closing_leaves_nothing_behind(founder, slow):
+    await slow  # its own tasks begin when it is ready
     tasks = asyncio.all_tasks()
     hive = await start(await founder.addresses())
     ended = asyncio.Event()

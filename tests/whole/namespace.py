@@ -74,8 +74,9 @@ class Wire:
     """The other end of the namespace's default route. `heard` tells what came out so far."""
 
     def __init__(self, device: str):
-        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
-        self._socket.bind((device, 0))
+        # Without a protocol it hears nothing before it is bound to the device: not this machine's other packets.
+        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+        self._socket.bind((device, ETH_P_ALL))
         self._socket.setblocking(False)
 
     def heard(self) -> list[str]:
