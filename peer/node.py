@@ -22,7 +22,7 @@ from peer.service import Service
 from routing.errors import BadInput
 from routing.placement import least_covered_span
 from routing.types import PeerRecord, PeerState, Span
-from routing.view import RecordSeen, View, apply
+from routing.view import RecordsSeen, View, apply
 from swarm import manifest as manifests
 from swarm import native
 from swarm.about import ABOUT, About, public_name
@@ -198,8 +198,7 @@ class Node:
         view, now = View({}, self._n_blocks), 0.0
         if self.config.join:
             now = self._hive.dht_time()
-            for record in await self._directory.refresh():
-                view = apply(view, RecordSeen(record))
+            view = apply(view, RecordsSeen(await self._directory.refresh()))
         config = self._checkpoint.config
         some = range(0, self._n_blocks, max(1, self._n_blocks // 4))
         block_bytes = max(estimated_block_bytes(config, self._family, i, self.config.torch_dtype) for i in some)

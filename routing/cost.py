@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from routing.coordinates import Coordinate
 from routing.errors import BadInput
 from routing.types import PeerId, PeerRecord
 
@@ -89,6 +90,8 @@ class Costs:
         self._decode: dict[PeerId, Mean] = {}
         self._prefill: dict[PeerId, Mean] = {}
         self._queue: dict[PeerId, Mean] = {}
+        self._places: dict[PeerId, Coordinate] = {}
+        self._changed: set[PeerId] = set()  # measured since somebody asked
 
     def advance(self, now: float) -> None:
         """It is `now` (any clock that only goes forward, the same one always). Older measurements fade."""
@@ -100,6 +103,18 @@ class Costs:
             mean = self._rtt.get(a, {}).get(b) or self._mean(self.settings.link_half_life_s)
             self._rtt.setdefault(a, {})[b] = self._rtt.setdefault(b, {})[a] = mean
             mean.add(min(rtt_s, LONGEST_S), self.now)
+            self._changed |= {a, b}
+
+    def place(self, end: PeerId, coordinate: Coordinate) -> None:
+        """Where an end (a peer, or `CLIENT`) says it is, or we are: for round trips that nobody measured."""
+        if self._places.get(end) != coordinate:
+            self._places[end] = coordinate
+            self._changed.add(end)
+
+    def take_changed(self) -> set[PeerId]:
+        """Peers of which something was measured since the last call."""
+        changed, self._changed = self._changed, set()
+        return changed
 
     def observe_bandwidth(self, a: PeerId, b: PeerId, bytes_per_s: float) -> None:
         """Bytes a second from `a` to `b` (not the other way: uplinks are the narrow side)."""
@@ -125,14 +140,14 @@ class Costs:
             self._rtt[other].pop(peer, None)
         for pair in [pair for pair in self._bandwidth if peer in pair]:
             del self._bandwidth[pair]
-        for means in (self._decode, self._prefill, self._queue):
-            means.pop(peer, None)
+        for known in (self._decode, self._prefill, self._queue, self._places):
+            known.pop(peer, None)
 
     def link_s(self, a: PeerId, b: PeerId) -> float:
         """One way between two ends: half of the measured round trip, else an estimate, else the default.
 
-        The estimate for two peers that the client has measured is the middle of what the triangle inequality
-        allows, [|x - y|, x + y] for one-way times x and y to the client: the greater of the two.
+        The estimate is by their coordinates, or, for two peers that the client has measured, the middle of what the
+        triangle inequality allows, [|x - y|, x + y] for one-way times x and y to the client: the greater of the two.
         """
         if a == b:
             return 0.0
@@ -140,7 +155,10 @@ class Costs:
         if mean is not None and self.now <= mean.at:
             return mean.value / 2
         prior = self.settings.link_s
-        if a != CLIENT and b != CLIENT:
+        here, there = self._places.get(a), self._places.get(b)
+        if here is not None and there is not None and here.known and there.known:
+            prior = here.rtt_s(there) / 2
+        elif a != CLIENT and b != CLIENT:
             to_client = self._rtt.get(CLIENT, {})
             if a in to_client and b in to_client:
                 prior = max(self.link_s(CLIENT, a), self.link_s(CLIENT, b))
@@ -151,6 +169,8 @@ class Costs:
         measured = self._rtt.get(b, {})
         default = self.settings.link_s
         prior = min(default, self.link_s(CLIENT, b)) if CLIENT in measured else default
+        if (place := self._places.get(b)) is not None and place.known:
+            prior = min(prior, place.height / 2)
         means = [mean for end, mean in measured.items() if end != CLIENT]
         shortest = min((mean.value for mean in means), default=math.inf) / 2
         if shortest >= prior:
@@ -191,6 +211,7 @@ class Costs:
         sane = _sane(value)
         if sane is not None:
             means.setdefault(peer, self._mean(half_life_s)).add(sane, self.now)
+            self._changed.add(peer)
 
     def _known(self, means: dict[PeerId, Mean], peer: PeerId, prior: float) -> float:
         mean = means.get(peer)

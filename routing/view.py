@@ -6,7 +6,7 @@ how fast peers are, or what time it is: `now` is always the swarm's DHT time in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from routing.errors import BadInput
@@ -18,10 +18,10 @@ copy of it that still floats around has expired well before its tombstone goes."
 
 
 @dataclass(frozen=True, slots=True)
-class RecordSeen:
-    """A verified record was read from the directory, or told by the peer itself."""
+class RecordsSeen:
+    """Verified records were read from the directory, or told by the peers themselves."""
 
-    record: PeerRecord
+    records: Sequence[PeerRecord]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Expired:
     now: float
 
 
-Event = RecordSeen | PeerGone | Expired
+Event = RecordsSeen | PeerGone | Expired
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ class View:
 def apply(view: View, event: Event) -> View:
     """The view after one event. Pure; returns `view` itself if the event changes nothing."""
     match event:
-        case RecordSeen(record):
-            return _record_seen(view, record)
+        case RecordsSeen(records):
+            return _records_seen(view, records)
         case PeerGone(peer_id, at):
             if peer_id not in view.records:
                 return view
@@ -119,20 +119,28 @@ def apply(view: View, event: Event) -> View:
             return _remove(view, stale, until=now + TOMBSTONE_S) if stale else view
 
 
-def _record_seen(view: View, record: PeerRecord) -> View:
+def _records_seen(view: View, seen: Sequence[PeerRecord]) -> View:
+    records, news = view.records, dict[PeerId, PeerRecord]()
+    for record in seen:
+        known = news.get(record.peer_id) or records.get(record.peer_id)
+        if _is_news(view, record, known):
+            news[record.peer_id] = record
+    if not news:
+        return view
+    stones = {peer: each for peer, each in view.tombstones.items() if peer not in news}
+    return replace(view, records={**records, **news}, tombstones=stones)
+
+
+def _is_news(view: View, record: PeerRecord, known: PeerRecord | None) -> bool:
     # A span outside the model is a record of something else; it must not hide a sensible one.
     if record.span.end > view.n_blocks:
-        return view
-    known = view.records.get(record.peer_id)
+        return False
     if known is not None and (record.sequence, record.expires_at) < (known.sequence, known.expires_at):
-        return view
+        return False
     stone = view.tombstones.get(record.peer_id)
     if stone is not None and record.sequence <= stone.sequence:
-        return view
-    if record == known:
-        return view
-    stones = {peer: each for peer, each in view.tombstones.items() if peer != record.peer_id}
-    return replace(view, records={**view.records, record.peer_id: record}, tombstones=stones)
+        return False
+    return record != known
 
 
 def _remove(view: View, peers: list[PeerId], until: float) -> View:

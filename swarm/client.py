@@ -13,17 +13,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from routing.candidates import Candidates
 from routing.cost import CLIENT, Costs, CostSettings
 from routing.errors import BadInput, DaemonFailed, NoRoute, SwarmError, TimedOut, Unreachable, WrongModel
 from routing.health import Health
 from routing.planner import Plan, Request, Split, plan, route_cost, split_plan
 from routing.types import Hop, PeerId, PeerRecord, PeerState, Route
-from routing.view import Expired, RecordSeen, View, apply
+from routing.view import Expired, RecordsSeen, View, apply
 from swarm import manifest as manifests
 from swarm import native
 from swarm.checkpoint import Checkpoint
@@ -81,6 +82,8 @@ class SwarmClient:
         self.short_context = family.short_context(text_config(checkpoint.config))
         self.view = View({}, self.n_blocks)
         self.costs = Costs(CostSettings(hop_s=HOP_S))
+        row_bytes = text_config(checkpoint.config).hidden_size * config.dtype.itemsize
+        self._candidates = Candidates(self.n_blocks, self.costs, row_bytes=row_bytes)
         self.health = Health()
         self.busy_until: dict[PeerId, float] = {}
         self.leaving: set[PeerId] = set()  # said so; one that comes back begins with new connections
@@ -183,10 +186,7 @@ class SwarmClient:
     async def refresh(self) -> None:
         """Read the directory once. Raises TimedOut, DaemonFailed."""
         records = await self._directory.refresh()
-        view = apply(self.view, Expired(self.dht_time()))
-        for record in records:
-            view = apply(view, RecordSeen(record))
-        self.view = view
+        self.view = apply(apply(self.view, Expired(self.dht_time())), RecordsSeen(records))
 
     async def look_again(self, *, pause_s: float) -> None:
         """Read the directory, after a pause, because a route is wanted and none was found."""
@@ -217,12 +217,8 @@ class SwarmClient:
     def plan(self, request: Request, *, without: frozenset[PeerId] = frozenset()) -> Plan:
         """The cheapest route now. Raises NoRoute."""
         self.costs.advance(time.monotonic())
-        return plan(self._view_without(without), self.costs, request, self.dht_time())
-
-    def _view_without(self, peers: frozenset[PeerId]) -> View:
-        if not peers:
-            return self.view
-        return View({peer: r for peer, r in self.view.records.items() if peer not in peers}, self.n_blocks)
+        now = self.dht_time()
+        return plan(self._candidates.short_view(self.view, now, request, without=without), self.costs, request, now)
 
     def plan_split(
         self, request: Request, prompt: int, tokens: int, *, without: frozenset[PeerId] = frozenset()
@@ -235,7 +231,9 @@ class SwarmClient:
             each_s = [min(self._transfer_s(old, hop, prompt), self._replay_s(hop, prompt)) for old, hop in moved]
             return max(each_s, default=0.0)
 
-        view, now = self._view_without(without), self.dht_time()
+        now = self.dht_time()
+        prefill = replace(request, tokens=max(2, prompt))
+        view = self._candidates.short_view(self.view, now, request, prefill, without=without)
         return split_plan(view, self.costs, request, now, prompt=prompt, tokens=tokens, move_s=move_s)
 
     def price(self, route: Route, request: Request) -> Plan | None:

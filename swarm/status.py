@@ -15,7 +15,7 @@ from itertools import zip_longest
 
 from routing.errors import DaemonFailed, JoinError, ProtocolError, TimedOut, Unreachable
 from routing.types import PeerId, PeerRecord, PeerState
-from routing.view import RecordSeen, View, apply
+from routing.view import RecordsSeen, View, apply
 from swarm.about import ABOUT, ABOUT_LIMIT, About
 from swarm.client import listen_host
 from swarm.discovery import Directory
@@ -99,10 +99,7 @@ async def look(join: JoinCode, *, timeout_s: float = 30.0, progress: Progress = 
         answered = [record.peer_id for record in present if rtts[record.peer_id] is not None]
         bootstrap = await _bootstrap(hive, join, answered)
     seen = [PeerSeen(record=record, rtt_s=rtts[record.peer_id]) for record in present]
-    view = View({}, about.n_blocks)
-    for peer in seen:
-        if peer.rtt_s is not None:
-            view = apply(view, RecordSeen(peer.record))
+    view = apply(View({}, about.n_blocks), RecordsSeen([peer.record for peer in seen if peer.rtt_s is not None]))
     return Snapshot(
         about=about,
         peers=tuple(sorted(seen, key=lambda peer: (peer.record.span, peer.record.peer_id))),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from routing.errors import BadInput
 from routing.placement import least_covered_span
 from routing.types import PeerRecord, PeerState, Span
-from routing.view import RecordSeen, View, apply
+from routing.view import RecordsSeen, View, apply
 
 JOINING, SERVING, DRAINING, LEAVING = PeerState
 
@@ -18,7 +18,7 @@ def view_of(n_blocks: int, *peers: tuple[str, str, PeerState]) -> View:
     view = View({}, n_blocks)
     for peer, span, state in peers:
         view = apply(
-            view, RecordSeen(PeerRecord(peer_id=peer, span=Span.parse(span), state=state, expires_at=100.0))
+            view, RecordsSeen([PeerRecord(peer_id=peer, span=Span.parse(span), state=state, expires_at=100.0)])
         )
     return view
 
@@ -52,7 +52,7 @@ def test_then_the_second_weakest_counts():
 def test_two_newcomers_do_not_pick_the_same_gap():
     view = view_of(8, ("a", "0:4", SERVING))
     first = least_covered_span(view, 8, 2, 0.0)
-    view = apply(view, RecordSeen(PeerRecord(peer_id="b", span=first, state=JOINING, expires_at=100.0)))
+    view = apply(view, RecordsSeen([PeerRecord(peer_id="b", span=first, state=JOINING, expires_at=100.0)]))
     assert (first, least_covered_span(view, 8, 2, 0.0)) == (Span(4, 6), Span(6, 8))
 
 
@@ -98,7 +98,7 @@ def test_newcomers_one_after_the_other_cover_the_model(n_blocks, capacity):
     view = View({}, n_blocks)
     for newcomer in range(2 * n_blocks // capacity + 1):
         span = least_covered_span(view, n_blocks, capacity, 0.0)
-        view = apply(view, RecordSeen(PeerRecord(peer_id=f"p{newcomer}", span=span, expires_at=100.0)))
+        view = apply(view, RecordsSeen([PeerRecord(peer_id=f"p{newcomer}", span=span, expires_at=100.0)]))
     assert view.uncovered(0.0) == ()
 
 

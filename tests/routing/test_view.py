@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from routing.errors import BadInput
 from routing.types import PeerRecord, PeerState, Span
-from routing.view import TOMBSTONE_S, Event, Expired, PeerGone, RecordSeen, View, apply
+from routing.view import TOMBSTONE_S, Event, Expired, PeerGone, RecordsSeen, View, apply
 
 N_BLOCKS = 8
 
@@ -25,7 +25,7 @@ def fold(*events: Event, view: View | None = None) -> View:
 
 
 def seen(*records: PeerRecord) -> list[Event]:
-    return [RecordSeen(each) for each in records]
+    return [RecordsSeen([each]) for each in records]
 
 
 def test_coverage_counts_serving_peers_and_draining_ones_apart():
@@ -51,7 +51,7 @@ def test_a_lower_sequence_never_replaces_a_newer_record():
 
 def test_the_same_record_changes_nothing():
     view = fold(*seen(record("a", "0:4", sequence=1)))
-    assert apply(view, RecordSeen(record("a", "0:4", sequence=1))) is view
+    assert apply(view, RecordsSeen([record("a", "0:4", sequence=1)])) is view
 
 
 def test_apply_leaves_the_old_view_as_it_was():
@@ -126,6 +126,7 @@ def test_records_may_come_in_any_order(arrivals, rng):
     rng.shuffle(shuffled)
     view = fold(*seen(*arrivals))
     assert fold(*seen(*shuffled)).records == view.records
+    assert fold(RecordsSeen(shuffled)).records == view.records
     for each in arrivals:
         assert view.records[each.peer_id].sequence >= each.sequence
 

@@ -1,0 +1,140 @@
+"""Which few of many peers are worth a search: for each block those that look cheapest, kept in order as things change.
+
+Owns a score a peer and its order by block. A plan over ten thousand peers then searches some hundred of them. Knows no
+route; what a peer costs it asks of `Costs`, when a record or a measurement has changed, never when a plan is wanted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import replace
+
+from routing.cost import CLIENT, Costs
+from routing.errors import BadInput
+from routing.planner import Request
+from routing.types import PeerId, PeerRecord, PeerState, Span
+from routing.view import View
+
+FEW = 64
+"""So many peers are searched as they are."""
+
+DECODE_EACH, PREFILL_EACH = 6, 12
+"""Peers for a block in each order. Prompts want few hops, which depends less on the single peer."""
+
+_Place = tuple[float, PeerId]
+
+
+class Candidates:
+    """Over the views of one swarm. Mutable; follows a view when it is asked for a short one."""
+
+    def __init__(self, n_blocks: int, costs: Costs, *, row_bytes: int = 0, few: int = FEW, each: int | None = None):
+        """`row_bytes`: as in a request. `each`: peers for a block, whatever the kind of request."""
+        if each is not None and each < 1:
+            raise BadInput(f"at least one candidate a block, not {each}")
+        self._n_blocks, self._costs, self._row_bytes = n_blocks, costs, row_bytes
+        self._few, self._each = few, each
+        self._orders: dict[int, tuple[_Order, ...]] = {}  # by kind of request
+        self._view = View({}, n_blocks)
+
+    def short_view(
+        self, view: View, now: float, *requests: Request, without: frozenset[PeerId] = frozenset()
+    ) -> View:
+        """`view` with the peers alone that plans for these requests need to look at, and none of `without`."""
+        self._follow(view)
+        if len(view.records) <= self._few:
+            picked = set(view.records)
+        else:
+            picked = set().union(*(self._picked(request, now, without) for request in requests))
+        return replace(view, records={peer_id: view.records[peer_id] for peer_id in picked - without})
+
+    def _picked(self, request: Request, now: float, without: frozenset[PeerId]) -> set[PeerId]:
+        kind = _kind(request.tokens)
+        each = self._each or (DECODE_EACH if kind == 1 else PREFILL_EACH)
+        picked: set[PeerId] = set()
+        for order in self._orders_of(kind):
+            for places in order.places[: request.n_blocks]:
+                picked.update(self._pick(places, request, now, without, each))
+        return picked if request.prefer is None else picked | (request.prefer.peers & self._view.records.keys())
+
+    def _pick(
+        self, places: list[_Place], request: Request, now: float, without: frozenset[PeerId], each: int
+    ) -> Iterator[PeerId]:
+        """The cheapest that nothing speaks against, and the cheapest of the others: they may be all that is left."""
+        good = bad = 0
+        for _, peer_id in places:
+            if self._view.records[peer_id].expires_at < now or peer_id in without:
+                continue
+            if peer_id in request.avoid_peers or peer_id in request.penalties:
+                bad += 1
+                if bad <= each:
+                    yield peer_id
+                continue
+            good += 1
+            yield peer_id
+            if good == each:
+                return
+
+    def _follow(self, view: View) -> None:
+        """What differs from the view before is scored anew, and so is whatever was measured since."""
+        changed = self._costs.take_changed() & view.records.keys()
+        before = self._view.records
+        gone: set[PeerId] = set()
+        if view is not self._view:
+            gone = set(before.keys() - view.records.keys())
+            changed |= {peer_id for peer_id, record in view.records.items() if before.get(peer_id) is not record}
+        self._view = view
+        for kind, orders in self._orders.items():
+            for peer_id in gone | changed:
+                for order in orders:
+                    order.remove(peer_id)
+            for peer_id in changed:
+                self._add(kind, view.records[peer_id])
+
+    def _orders_of(self, kind: int) -> tuple[_Order, ...]:
+        orders = self._orders.get(kind)
+        if orders is None:
+            orders = self._orders[kind] = (_Order(self._n_blocks), _Order(self._n_blocks))
+            for record in self._view.records.values():
+                self._add(kind, record)
+        return orders
+
+    def _add(self, kind: int, record: PeerRecord) -> None:
+        """Seconds a block, with the toll of its span and the way into it shared by its blocks. In the first order as if
+        the whole chain were where this peer is, so that all blocks share the way there and back; in the second as if it
+        alone were not where the client is: that one fills what the others leave bare."""
+        if record.state is not PeerState.SERVING:
+            return
+        costs, blocks = self._costs, len(record.span)
+        there_s = costs.link_s(CLIENT, record.peer_id)
+        toll_s = costs.queue_s(record) + costs.transfer_s(CLIENT, record.peer_id, kind * self._row_bytes)
+        own_s = costs.block_s(record, kind) + toll_s / blocks
+        into_s = min(costs.least_link_s(record.peer_id), there_s)
+        region, near = self._orders[kind]
+        region.add(record, own_s + into_s / blocks + 2 * there_s / self._n_blocks)
+        near.add(record, own_s + 2 * there_s / blocks)
+
+
+class _Order:
+    """Peers by block, the least score first."""
+
+    def __init__(self, n_blocks: int):
+        self.places: list[list[_Place]] = [[] for _ in range(n_blocks)]
+        self._put: dict[PeerId, tuple[Span, float]] = {}
+
+    def add(self, record: PeerRecord, score: float) -> None:
+        self._put[record.peer_id] = record.span, score
+        for places in self.places[record.span.start : record.span.end]:
+            insort(places, (score, record.peer_id))
+
+    def remove(self, peer_id: PeerId) -> None:
+        put = self._put.pop(peer_id, None)
+        if put is not None:
+            span, score = put
+            for places in self.places[span.start : span.end]:
+                del places[bisect_left(places, (score, peer_id))]
+
+
+def _kind(tokens: int) -> int:
+    """Requests with as many tokens, about, have the same candidates."""
+    return 1 if tokens == 1 else 32 if tokens <= 64 else 512
