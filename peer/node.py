@@ -234,6 +234,7 @@ class Node:
             heartbeat=config.heartbeat,
             streams=hive,
             direct=config.direct,
+            active=lambda: self._service.computed_sessions,
         )
         await stack.enter_async_context(endpoint)
         if config.direct:

@@ -161,6 +161,11 @@ class Service:
         return self.budget.free_bytes + sum(store.nbytes for store in kept)
 
     @property
+    def computed_sessions(self) -> int:
+        """That are used now, without those that this peer only stands by for."""
+        return self.table.needed(time.monotonic(), QUIET_S, standby=False)
+
+    @property
     def _busy(self) -> bool:
         return self._prefill is not None or self._background is not None or len(self._scheduler) > 0
 

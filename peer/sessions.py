@@ -148,12 +148,13 @@ class SessionTable:
         for session in self.sessions.values():
             session.to_client(Frame(type=FrameType.LEAVING, epoch=session.epoch))
 
-    def needed(self, now: float, quiet_s: float) -> int:
-        """Sessions that stand here and that something was heard of in the last `quiet_s`."""
+    def needed(self, now: float, quiet_s: float, *, standby: bool = True) -> int:
+        """Sessions that stand here, or with `standby` stand by here, and that something was heard of in the last
+        `quiet_s`."""
         return sum(
             session.client is not None and now - session.heard_at < quiet_s
             for session in self.sessions.values()
-            if any(seat.hop is not None for seat in session.seats.values())
+            if any(seat.hop is not None and (standby or not seat.stands_by) for seat in session.seats.values())
         )
 
     def _drop(self, session: PeerSession, keep_to: int = 0) -> None:

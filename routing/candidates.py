@@ -55,7 +55,8 @@ class Candidates:
         for order in self._orders_of(kind):
             for places in order.places[: request.n_blocks]:
                 picked.update(self._pick(places, request, now, without, each))
-        return picked if request.prefer is None else picked | (request.prefer.peers & self._view.records.keys())
+        in_use = request.held if request.prefer is None else request.held | request.prefer.peers
+        return picked | (in_use & self._view.records.keys())
 
     def _pick(
         self, places: list[_Place], request: Request, now: float, without: frozenset[PeerId], each: int

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import median_low
 
 from routing.coordinates import Coordinate
 from routing.errors import BadInput
@@ -37,6 +38,8 @@ class CostSettings:
     link_half_life_s: float = 300.0
     compute_half_life_s: float = 120.0
     queue_half_life_s: float = 10.0
+    honesty_half_life_s: float = 3600.0  # of what measurements told about a peer's claims
+    honesty_weight: float = 0.05
 
     def __post_init__(self) -> None:
         if not 0 < self.weight <= 1:
@@ -90,6 +93,8 @@ class Costs:
         self._decode: dict[PeerId, Mean] = {}
         self._prefill: dict[PeerId, Mean] = {}
         self._queue: dict[PeerId, Mean] = {}
+        self._honesty: dict[PeerId, Mean] = {}  # measured over claimed, decode
+        self._usual_honesty: float | None = 1.0  # None: to be worked out
         self._places: dict[PeerId, Coordinate] = {}
         self._changed: set[PeerId] = set()  # measured since somebody asked
 
@@ -122,9 +127,16 @@ class Costs:
             mean = self._bandwidth.setdefault((a, b), self._mean(self.settings.link_half_life_s))
             mean.add(bytes_per_s, self.now)
 
-    def observe_decode(self, peer: PeerId, per_block_s: float) -> None:
-        """One token took `per_block_s` through each block."""
+    def observe_decode(self, peer: PeerId, per_block_s: float, claimed_s: float = 0.0) -> None:
+        """One token took `per_block_s` through each block. `claimed_s`: what its record says of that. Who claims too
+        much is believed the less for an hour, whatever it claims next; and if most do, so is everybody else."""
         self._observe(self._decode, peer, per_block_s, self.settings.compute_half_life_s)
+        if claimed_s > 0 and (ratio := _sane(per_block_s / claimed_s)) is not None:
+            mean = self._honesty.get(peer)
+            if mean is None:
+                mean = self._honesty[peer] = Mean(self.settings.honesty_weight, self.settings.honesty_half_life_s)
+            mean.add(ratio, self.now)
+            self._usual_honesty = None
 
     def observe_prefill(self, peer: PeerId, per_token_block_s: float) -> None:
         """Each token of a chunk took `per_token_block_s` through each block."""
@@ -140,8 +152,9 @@ class Costs:
             self._rtt[other].pop(peer, None)
         for pair in [pair for pair in self._bandwidth if peer in pair]:
             del self._bandwidth[pair]
-        for known in (self._decode, self._prefill, self._queue, self._places):
+        for known in (self._decode, self._prefill, self._queue, self._honesty, self._places):
             known.pop(peer, None)
+        self._usual_honesty = None
 
     def link_s(self, a: PeerId, b: PeerId) -> float:
         """One way between two ends: half of the measured round trip, else an estimate, else the default.
@@ -199,10 +212,19 @@ class Costs:
 
         One token is a decode step; more are a prefill chunk, of which each token costs the same.
         """
+        peer = record.peer_id
         if tokens == 1:
-            return self._known(self._decode, record.peer_id, _sane(record.decode_s) or self.settings.decode_s)
+            claimed = _sane(record.decode_s)
+            prior = claimed * self._known(self._honesty, peer, self._usual()) if claimed else self.settings.decode_s
+            return min(self._known(self._decode, peer, prior), LONGEST_S)
         claimed = _sane(record.prefill_s) or self.settings.prefill_s
-        return min(tokens * self._known(self._prefill, record.peer_id, claimed), LONGEST_S)
+        return min(tokens * self._known(self._prefill, peer, claimed), LONGEST_S)
+
+    def _usual(self) -> float:
+        """How many times as long as claimed it takes: the median, in which one vote says that claims are true."""
+        if self._usual_honesty is None:
+            self._usual_honesty = median_low([1.0, *(mean.value for mean in self._honesty.values())])
+        return self._usual_honesty
 
     def _mean(self, half_life_s: float) -> Mean:
         return Mean(self.settings.weight, half_life_s)

@@ -16,7 +16,7 @@ from itertools import pairwise
 from routing.cost import CLIENT, LONGEST_S, Costs
 from routing.errors import BadInput, NoRoute
 from routing.search import Search
-from routing.types import Hop, PeerId, PeerState, Route
+from routing.types import Hop, PeerId, PeerRecord, PeerState, Route
 from routing.view import View
 
 Edge = tuple[PeerId, PeerId]
@@ -30,6 +30,12 @@ transfer, queue, penalty, compute) are at most `LONGEST_S` each, the way back ad
 SPLIT_GAIN = 0.2
 """Of the time of a prompt and its answer: two chains instead of one must save so much, which noise does not."""
 
+CHUNK = 64
+"""Positions of prefill that make the price of one."""
+
+REPAID_OVER = 64
+"""A context that is computed anew pays off only over tokens to come: so many are expected."""
+
 EDGE_WEIGHT = 4
 """A broken edge is avoided like so many peers: who failed earlier may well work again, two that cannot reach each other
 will not."""
@@ -41,8 +47,9 @@ class Request:
 
     `avoid_peers` and directed `avoid_edges` (`CLIENT` may be an end) are soft: they are used only when no chain
     exists without them, and then as few as possible, an edge counting as `EDGE_WEIGHT` peers. `penalties` are
-    seconds added for each hop on a peer. `prefer`, the route in use, is kept unless another saves more than the
-    share `hysteresis` of its cost.
+    seconds added for each hop on a peer. Peers that are not in `held` compute a context of `context` positions anew,
+    which counts as if it were paid back over `REPAID_OVER` tokens. `prefer`, the route in use, is kept unless another
+    saves more than the share `hysteresis` of its cost.
     """
 
     n_blocks: int
@@ -51,6 +58,8 @@ class Request:
     avoid_peers: frozenset[PeerId] = frozenset()
     avoid_edges: frozenset[Edge] = frozenset()
     penalties: Mapping[PeerId, float] = field(default_factory=dict)
+    held: frozenset[PeerId] = frozenset()
+    context: int = 0
     prefer: Route | None = None
     hysteresis: float = 0.1
 
@@ -61,6 +70,12 @@ class Request:
             raise BadInput(f"hysteresis must be finite and not negative, not {self.hysteresis}")
         if not all(0 <= penalty < math.inf for penalty in self.penalties.values()):
             raise BadInput("penalties must be finite and not negative")
+
+    def replay_s(self, costs: Costs, record: PeerRecord) -> float:
+        """What computing the context anew adds to a token, a block of a peer."""
+        if not self.context or record.peer_id in self.held:
+            return 0.0
+        return self.context * costs.block_s(record, CHUNK) / CHUNK / REPAID_OVER
 
     def penalty_s(self, peer: PeerId) -> float:
         return min(self.penalties.get(peer, 0.0), LONGEST_S)
@@ -80,10 +95,11 @@ class HopCost:
     queue_s: float
     compute_s: float
     penalty_s: float = 0.0
+    replay_s: float = 0.0  # this token's share of a context that is computed anew
 
     @property
     def total_s(self) -> float:
-        return self.network_s + self.queue_s + self.compute_s + self.penalty_s
+        return self.network_s + self.queue_s + self.compute_s + self.penalty_s + self.replay_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +129,7 @@ class Plan:
                 f"{term.hop}: {term.total_s * 1e3:.1f} ms = network {term.network_s * 1e3:.1f}"
                 f" + queue {term.queue_s * 1e3:.1f} + compute {term.compute_s * 1e3:.1f}"
             )
+            line += f" + replay {term.replay_s * 1e3:.1f}" if term.replay_s else ""
             lines.append(line + (f" + penalty {term.penalty_s * 1e3:.1f}" if term.penalty_s else ""))
         return "\n".join(lines)
 
@@ -224,6 +241,7 @@ def route_cost(route: Route, view: View, costs: Costs, request: Request) -> Plan
                 queue_s=costs.queue_s(record),
                 compute_s=costs.block_s(record, request.tokens) * (hop.exit - hop.entry),
                 penalty_s=request.penalty_s(hop.peer_id),
+                replay_s=request.replay_s(costs, record) * (hop.exit - hop.entry),
             )
         )
     return Plan(
@@ -247,7 +265,7 @@ def _search(view: View, costs: Costs, request: Request, servers: list[list[PeerI
 
     search = Search(
         servers=[[number[peer] for peer in those] for those in servers],
-        block_cost=[costs.block_s(record, request.tokens) for record in records],
+        block_cost=[costs.block_s(record, request.tokens) + request.replay_s(costs, record) for record in records],
         toll=[
             costs.queue_s(record)
             + request.penalty_s(record.peer_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -22,7 +23,7 @@ from routing.candidates import Candidates
 from routing.cost import CLIENT, Costs, CostSettings
 from routing.errors import BadInput, DaemonFailed, NoRoute, SwarmError, TimedOut, Unreachable, WrongModel
 from routing.health import Health
-from routing.planner import Plan, Request, Split, plan, route_cost, split_plan
+from routing.planner import CHUNK, Plan, Request, Split, plan, route_cost, split_plan
 from routing.types import Hop, PeerId, PeerRecord, PeerState, Route
 from routing.view import Expired, RecordsSeen, View, apply
 from swarm import manifest as manifests
@@ -31,7 +32,6 @@ from swarm.checkpoint import Checkpoint
 from swarm.codec import encode_rows
 from swarm.compute import ComputeThread
 from swarm.discovery import Directory
-from swarm.driver import LEAST_CHUNK
 from swarm.families import Family, text_config
 from swarm.frames import Codec, Frame
 from swarm.head import Head
@@ -53,6 +53,8 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest"
 TICK_S = 0.25
 HOP_S = 0.002  # one more hop on loopback costs about this; a route is not cut up for less
+SPREAD = 0.05  # of what a hop computes: routes that differ by less are as good
+CROWD = 0.1  # of what it computes: by so much, about, each session that is there slows down another one
 MOST_GOODBYES = 64  # CLOSE frames kept for a peer that is not connected now
 GOODBYE_S = 300.0  # after so long, a peer has noticed by itself that nobody speaks
 PROBES_AT_ONCE = 8
@@ -214,11 +216,27 @@ class SwarmClient:
         record = self.view.records.get(peer_id)
         return record.addresses if record is not None else ()
 
-    def plan(self, request: Request, *, without: frozenset[PeerId] = frozenset()) -> Plan:
-        """The cheapest route now. Raises NoRoute."""
+    def plan(
+        self, request: Request, *, without: frozenset[PeerId] = frozenset(), spread: random.Random | None = None
+    ) -> Plan:
+        """The cheapest route now. With `spread`, for a new session: rather where fewer sessions are, and clients that
+        plan at the same moment do not all take the same of some that are as good. Raises NoRoute."""
         self.costs.advance(time.monotonic())
         now = self.dht_time()
-        return plan(self._candidates.short_view(self.view, now, request, without=without), self.costs, request, now)
+        view = self._candidates.short_view(self.view, now, request, without=without)
+        if spread is not None:
+            request = replace(request, penalties=self._spread(view, request, spread))
+        return plan(view, self.costs, request, now)
+
+    def _spread(self, view: View, request: Request, rng: random.Random) -> dict[PeerId, float]:
+        penalties = dict(request.penalties)
+        for peer_id in sorted(view.records):
+            record = view.records[peer_id]
+            compute_s = len(record.span) * self.costs.block_s(record, 1)
+            link = self.link(peer_id)
+            share = rng.uniform(0.0, SPREAD) + CROWD * (link.sessions if link is not None else 0)
+            penalties[peer_id] = penalties.get(peer_id, 0.0) + share * compute_s
+        return penalties
 
     def plan_split(
         self, request: Request, prompt: int, tokens: int, *, without: frozenset[PeerId] = frozenset()
@@ -250,6 +268,10 @@ class SwarmClient:
         self.costs.advance(time.monotonic())
         return self._transfer_s(source, hop, positions) < self._replay_s(hop, positions)
 
+    def move_s(self, hop: Hop, positions: int) -> float:
+        """How long a session with so many positions waits for a hop that begins with nothing."""
+        return self._replay_s(hop, positions) + 2 * self.costs.link_s(CLIENT, hop.peer_id)
+
     def _transfer_s(self, source: PeerId, hop: Hop, positions: int) -> float:
         nbytes = positions * self._position_bytes(hop.exit - hop.entry)
         return 2 * self.costs.link_s(source, hop.peer_id) + self.costs.transfer_s(source, hop.peer_id, nbytes)
@@ -260,7 +282,7 @@ class SwarmClient:
 
     def replay_s(self, record: PeerRecord, blocks: int, positions: int) -> float:
         """What computing so many positions anew takes a peer."""
-        return positions * blocks * self.costs.block_s(record, LEAST_CHUNK) / LEAST_CHUNK
+        return positions * blocks * self.costs.block_s(record, CHUNK) / CHUNK
 
     def _position_bytes(self, blocks: int) -> int:
         """Of a cache, about: what a config calls by other names counts as if every head had keys of its own."""
@@ -275,7 +297,9 @@ class SwarmClient:
         for index, hop in enumerate(trace.hops):
             peer_id, blocks = hop.hop.peer_id, hop.hop.exit - hop.hop.entry
             if trace.tokens == 1 and hop.compute_s > 0:
-                self.costs.observe_decode(peer_id, hop.compute_s / blocks)
+                record = self.view.records.get(peer_id)
+                claimed_s = record.decode_s if record is not None else 0.0
+                self.costs.observe_decode(peer_id, hop.compute_s / blocks, claimed_s)
             self.costs.observe_queue(peer_id, hop.queue_s)
             self.health.worked(peer_id, trace.at_s + trace.total_s)
             if 0 < index < len(trace.hops) - 1 and hop.network_s > 0:
@@ -403,12 +427,24 @@ class SwarmClient:
 
     def warm_positions(self, session: Session, route: Route) -> int:
         """How much of a session's tokens the peers of a route probably hold, thanks to others of this client."""
-        others = [
+        return self.warm.positions(session.driver.all_names(), route, self._held_now(session))
+
+    def warm_route(self, session: Session) -> tuple[int, Route | None]:
+        """The route whose peers probably hold most of a session's tokens, and how many that is."""
+        return self.warm.longest(session.driver.all_names(), self._held_now(session))
+
+    def _held_now(self, session: Session) -> list[tuple[bytes, Route]]:
+        return [
             (other.driver.held_names(), other.driver.route)
             for other in self.sessions.values()
             if other is not session and other.driver.route is not None
         ]
-        return self.warm.positions(session.driver.all_names(), route, others)
+
+    def joined(self, peers: Iterable[PeerId]) -> None:
+        """A session begins there: who plans next should know before they say so."""
+        for peer_id in peers:
+            if link := self.link(peer_id):
+                link.sessions += 1
 
     def forget(self, session: Session) -> None:
         self.sessions.pop(session.id, None)

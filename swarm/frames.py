@@ -124,10 +124,13 @@ class Pages(msgspec.Struct, array_like=True, frozen=True):
     name: bytes = b""
 
 
-class Probe(msgspec.Struct, array_like=True, frozen=True):
-    """Body of PING and PONG: a number that comes back."""
-
+class Ping(msgspec.Struct, array_like=True, frozen=True):
     number: int
+
+
+class Pong(msgspec.Struct, array_like=True, frozen=True):
+    number: int  # of the PING
+    sessions: int = 0  # of anybody, that are active where the answer comes from
 
 
 BODIES: dict[FrameType, type | None] = {
@@ -141,8 +144,8 @@ BODIES: dict[FrameType, type | None] = {
     FrameType.LOST: Lost,
     FrameType.UNKNOWN: None,
     FrameType.CLOSE: None,
-    FrameType.PING: Probe,
-    FrameType.PONG: Probe,
+    FrameType.PING: Ping,
+    FrameType.PONG: Pong,
     FrameType.PAGES: Pages,
     FrameType.PULL: None,
     FrameType.LEAVING: None,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from routing.cost import CLIENT
 from routing.errors import NoRoute, Overloaded, SessionError, SwarmError, TimedOut
+from routing.moving import Mover
 from routing.planner import Plan, Request
 from routing.retry import RetryPolicy
 from routing.types import Hop, PeerId, Route
@@ -38,7 +39,7 @@ PRICE_AGAIN_S = 5.0
 SUSPECT_S = 10.0  # a route without those who may be stuck may cost so much more
 SPARES = 2  # of each hop, to be connected with
 EXPECTED_TOKENS = 256  # of an answer to a long prompt: what another chain for it must repay itself over
-WARM_TOKENS = 64  # a replay pays off only over tokens to come: this many are expected
+TOKENS_OF_STALL = 4  # a move may hold the text up for what it saves over so many tokens; else it is made ready first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,9 @@ class Healing:
         self._pauses: Iterator[float] = iter(())
         self._patience: asyncio.Timeout | None = None  # of the search for a route under way
         self._full = False  # a peer that could help was full
+        self._random = random.Random(session.id)
+        self._mover = Mover(self._random)
+        self._why_targets = ""
         self._priced = (0, 0.0, 0.0)  # tokens of a step, when it was priced, and what it should take
 
     # -- what the session tells ------------------------------------------------------------------------------
@@ -158,6 +162,7 @@ class Healing:
         if driver.route is None or driver.healing or not self.session.position or self.session.closed:
             return
         self._move_off(driver.route, now)
+        self._look_around(driver.route, now)
         if not self._standbys.is_due(driver.route, now):
             return
         chosen = self._standbys.choose(
@@ -189,8 +194,54 @@ class Healing:
         plan = self.client.price(found, self._request()) if found is not None else None
         if plan is not None:
             leaving = sorted(left & self.client.leaving)
-            self._take(plan, f"{', '.join(leaving)} leaves" if leaving else "prompt and answer on different peers", now)
+            self._take(plan, f"{', '.join(leaving)} leaves" if leaving else self._why_targets, now)
             self._moved_from |= left - plan.route.peers
+
+    # -- cheaper routes --------------------------------------------------------------------------------------
+
+    def step_took(self, seconds: float) -> None:
+        """A decode step on the present route."""
+        self._mover.step(seconds, time.monotonic())
+
+    def _look_around(self, route: Route, now: float) -> None:
+        """Whether another chain is so much cheaper that moving there pays."""
+        if not self._mover.is_due(now) or self._standbys.moving(route):
+            return
+        plan = self._mover.look(now, lambda margin: self._plan_beside(route, margin))
+        if plan is None or not self._mover.our_turn(*self._crowds(route, plan.route)):
+            return
+        if missing := [peer_id for peer_id in plan.route.peers if self.client.link(peer_id) is None]:
+            self.client.spawn(self.client.connect(missing, self.config.connect_s))
+            return
+        pace_s = self._mover.pace.now_s
+        self._mover.moves(now)
+        reason = f"a cheaper route: {1e3 * plan.cost_s:.0f} ms a token instead of {1e3 * pace_s:.0f}"
+        spans, new = {(hop.entry, hop.exit) for hop in route}, set(plan.route) - set(route)
+        stall_s = max(self.client.move_s(hop, self.session.position) for hop in new)
+        same_boundaries = all((hop.entry, hop.exit) in spans for hop in plan.route)
+        if same_boundaries and stall_s > TOKENS_OF_STALL * (pace_s - plan.cost_s):
+            self._standbys.targets = {(hop.entry, hop.exit): hop.peer_id for hop in plan.route}
+            self._why_targets = reason
+            self._standbys.look_soon()
+        else:
+            self._take(plan, reason, now)
+            self._moved_from |= route.peers - plan.route.peers
+
+    def _plan_beside(self, route: Route, margin: float) -> Plan | None:
+        request = replace(self._request(), prefer=route, hysteresis=margin)
+        try:
+            plan = self.client.plan(request, without=self._excluded)
+        except NoRoute:
+            return None
+        return None if plan.route == route else plan
+
+    def _crowds(self, route: Route, other: Route) -> tuple[int, int]:
+        """Sessions where it would leave, and where it would go."""
+
+        def most(peers: frozenset[PeerId]) -> int:
+            return max((link.sessions for peer_id in peers if (link := self.client.link(peer_id))), default=0)
+
+        return most(route.peers - other.peers), most(other.peers - route.peers)
 
     # -- the search for a route ------------------------------------------------------------------------------
 
@@ -234,8 +285,10 @@ class Healing:
         wanting = {(hop.entry, hop.exit) for hop in plan.route if self._standbys.wants(hop)}
         standby = [hop for hop in ours if hop.peer_id not in plan.route.peers and (hop.entry, hop.exit) in wanting]
         self._lost, self._forgot = set(), set()
+        self.client.joined(plan.route.peers - (before.peers if before is not None else frozenset()))
         self.reopen(plan.route, standby, now, warm)
         self._standbys.look_soon()
+        self._mover.rerouted()
         self.recoveries.append(
             Recovery(at_s=since, position=self.session.position, reason=reason, seconds=now - since, before=before,
                      after=plan.route)
@@ -340,13 +393,20 @@ class Healing:
         """At the start, with a prompt that is long: rather a chain that is quick with it, and then, if that pays,
         another one for the answer. Raises NoRoute."""
         self._standbys.targets = {}
+        request, first = self._request(), self.driver.route is None
         prompt = len(self.driver.tokens) - self.driver.done_to
-        if self.driver.route is not None or self.warm_peers or prompt < LEAST_CHUNK:
-            return self.client.plan(self._request(), without=without)
-        found = self.client.plan_split(self._request(), prompt, EXPECTED_TOKENS, without=without)
+        if first and self.config.share_prefixes and not self.warm_peers:
+            shared, route = self.client.warm_route(self.session)
+            if route is not None:
+                prompt -= shared
+                request = replace(request, held=route.peers, context=shared, prefer=route)
+        if not first or self.warm_peers or prompt < LEAST_CHUNK:
+            return self.client.plan(request, without=without, spread=self._random if first else None)
+        found = self.client.plan_split(request, prompt, EXPECTED_TOKENS, without=without)
         if isinstance(found, Plan):
             return found
         self._standbys.targets = {(hop.entry, hop.exit): hop.peer_id for hop in found.decode.route}
+        self._why_targets = "prompt and answer on different peers"
         return found.prefill
 
     def _request(self) -> Request:
@@ -354,20 +414,17 @@ class Healing:
         client = self.client
         penalties = client.health.penalties(now)
         held = self.driver.route.peers if self.driver.route is not None else self.warm_peers
-        held |= {hop.peer_id for hop in self.driver.standing_by}
+        held |= {hop.peer_id for hop in self.driver.standing_by if self.driver.is_warm(hop)}
         for peer_id in self._suspects:
             penalties[peer_id] = penalties.get(peer_id, 0.0) + SUSPECT_S
-        held = held if self.session.position else frozenset()
-        for record in client.records() if held else ():
-            if record.peer_id not in held:
-                replay_s = client.replay_s(record, len(record.span), self.session.position)
-                penalties[record.peer_id] = penalties.get(record.peer_id, 0.0) + replay_s / WARM_TOKENS
         return Request(
             n_blocks=client.n_blocks,
             tokens=1,
             avoid_peers=frozenset(self._avoid_peers) | client.health.banned_peers(now) | client.leaving,
             avoid_edges=frozenset(self._avoid_edges),
             penalties=penalties,
+            held=held,
+            context=self.session.position if held else 0,
         )
 
     async def _settle_edges(self) -> None:

@@ -18,7 +18,7 @@ from routing.errors import BadInput, ProtocolError, TimedOut
 from routing.types import PeerId
 from swarm.channel import Channel
 from swarm.connection import Connection
-from swarm.frames import NO_SESSION, Frame, FrameType, Probe
+from swarm.frames import NO_SESSION, Frame, FrameType, Ping, Pong
 from swarm.wire import Limits
 
 SILENT, REPLACED = "silent", "replaced"  # begin the reason of a link that was given up, or that another one followed
@@ -174,6 +174,7 @@ class Link:
         handler: LinkHandler,
         forget: Callable[[Link], None],
         watch: Callable[[], None],
+        active: Callable[[], int],
     ):
         self.remote, self.role = remote, role
         self.nonce, self.instance = (
@@ -186,7 +187,8 @@ class Link:
         self._connection = Connection(limits)
         self._heartbeat = heartbeat
         self._silence: Silence | None = None
-        self._forget, self._watch = forget, watch
+        self._forget, self._watch, self._active = forget, watch, active
+        self.sessions = 0  # of anybody, that were active at the remote when it last answered a ping
         self._flush_soon = False
         self._next_ping = 0
         self._asked: dict[int, float] = {}  # pings under way: when they were sent
@@ -305,6 +307,7 @@ class Link:
                     if frame.type is FrameType.PING:
                         self._pong(frame)
                     elif frame.type is FrameType.PONG:
+                        self.sessions = frame.body.sessions
                         self._answered(frame.body.number)
                     else:
                         self._handler.frame_received(self, frame)
@@ -344,12 +347,12 @@ class Link:
         if len(self._asked) >= _MOST_PINGS:
             del self._asked[next(iter(self._asked))]  # the oldest; it will hardly be answered
         self._asked[self._next_ping] = time.monotonic()
-        self.send(Frame(type=FrameType.PING, body=Probe(self._next_ping)))
+        self.send(Frame(type=FrameType.PING, body=Ping(self._next_ping)))
         return self._next_ping
 
     def _pong(self, ping: Frame) -> None:
         if self._connection.queued_frames(NO_SESSION) < _MOST_PONGS:
-            self.send(Frame(type=FrameType.PONG, body=ping.body))
+            self.send(Frame(type=FrameType.PONG, body=Pong(ping.body.number, self._active())))
 
     def _answered(self, number: int) -> None:
         asked = self._asked.pop(number, None)

@@ -291,6 +291,8 @@ class Session:
             trace = _trace(self.driver.route, output.timings, self.sent_at, now, self._sent_tokens, self.driver.epoch)
             self.traces.append(trace)
             self.client.learn(trace)
+            if trace.tokens == 1:
+                self.healing.step_took(trace.total_s)
         if self._output is not None and not self._output.done():
             self._output.set_result(hidden[-1:])
 

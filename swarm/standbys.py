@@ -43,6 +43,10 @@ class Standbys:
         target = self.targets.get((hop.entry, hop.exit), hop.peer_id)
         return hop.peer_id in self._client.leaving or hop.peer_id != target
 
+    def moving(self, route: Route) -> bool:
+        """Whether a move is under way."""
+        return any(self.moves(hop) for hop in route)
+
     def lazy(self, route: Route, standing: Sequence[Hop]) -> frozenset[Hop]:
         """Those that need not compute what they are sent."""
         if self._mode == "warm":

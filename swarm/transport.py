@@ -11,7 +11,7 @@ import asyncio
 import errno
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -62,14 +62,16 @@ class Endpoint:
         streams: StreamCarrier | None = None,
         direct: bool = True,
         admission: Admission | None = None,
+        active: Callable[[], int] | None = None,
     ):
+        """`active`: the number of sessions that are active here, as told to whoever pings."""
         if role not in ROLES:
             raise BadInput(f"{role!r} is not a role; there are {' and '.join(ROLES)}")
         self.peer_id = identity.peer_id
         self._identity, self._role, self._handler = identity, role, handler
         self._limits, self._heartbeat = limits or Limits(), heartbeat or Heartbeat()
         self._admission = admission or Admission()
-        self._streams = streams
+        self._streams, self._active = streams, active or _none
         self._instance = secrets.token_bytes(INSTANCE_BYTES)
         self._certificate = b""
         self._servers: list[asyncio.Server] = []
@@ -305,6 +307,7 @@ class Endpoint:
             handler=self._handler,
             forget=self._forget,
             watch=self._watch,
+            active=self._active,
         )
 
     def _establish(self, link: Link, rest: bytes) -> None:
@@ -366,3 +369,7 @@ class Endpoint:
         if not task.cancelled() and task.exception() is not None:
             context = {"message": "a task of an endpoint failed", "exception": task.exception(), "task": task}
             task.get_loop().call_exception_handler(context)
+
+
+def _none() -> int:
+    return 0

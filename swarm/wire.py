@@ -27,7 +27,8 @@ from swarm.frames import (
     Open,
     Opened,
     Pages,
-    Probe,
+    Ping,
+    Pong,
     Problem,
     Stale,
     StepNote,
@@ -319,8 +320,12 @@ def _check_lost(body: Lost, limits: Limits) -> str:
     return "its text is too long" if max(len(body.source), len(body.target)) > 64 or len(body.reason) > 4096 else ""
 
 
-def _check_probe(body: Probe, limits: Limits) -> str:
+def _check_ping(body: Ping, limits: Limits) -> str:
     return "" if 0 <= body.number < 2**64 else "a number is out of range"
+
+
+def _check_pong(body: Pong, limits: Limits) -> str:
+    return "" if 0 <= body.number < 2**64 and 0 <= body.sessions < 2**32 else "a number is out of range"
 
 
 def _check_pages(body: Pages, limits: Limits) -> str:
@@ -335,6 +340,6 @@ _CHECKS: dict[FrameType, Callable[[Any, Limits], str]] = {
     FrameType.BUSY: _check_busy,
     FrameType.ERROR: _check_problem,
     FrameType.LOST: _check_lost,
-    FrameType.PING: _check_probe,
-    FrameType.PONG: _check_probe,
+    FrameType.PING: _check_ping,
+    FrameType.PONG: _check_pong,
 }

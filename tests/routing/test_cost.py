@@ -168,3 +168,24 @@ def test_no_link_between_peers_is_below_its_lower_bound(measurements, later):
     for b in ENDS[1:]:
         others = [costs.link_s(a, b) for a in ENDS[1:] if a != b]
         assert costs.least_link_s(b) <= min(others) + 1e-12
+
+
+def test_who_claims_too_much_is_believed_the_less() -> None:
+    costs = Costs()
+    costs.observe_decode("a", 0.1, CLAIMED.decode_s)
+    costs.advance(3600.0)  # the measurement has faded, its lesson only by half
+    assert costs.block_s(CLAIMED, 1) == pytest.approx((1 + 10) / 2 * 0.01, rel=0.01)
+    assert costs.block_s(UNSAID, 1) == pytest.approx(Costs().block_s(UNSAID, 1), rel=0.01), "it claims nothing"
+    costs.forget("a")
+    assert costs.block_s(CLAIMED, 1) == CLAIMED.decode_s
+
+
+def test_where_most_claim_too_much_strangers_are_believed_the_less_too_but_not_for_one_s_sake() -> None:
+    costs, stranger = Costs(), PeerRecord(peer_id="z", span=Span(0, 4), decode_s=0.01)
+    costs.observe_decode("a", 0.3, 0.01)
+    assert costs.block_s(stranger, 1) == pytest.approx(0.01)
+    costs.observe_decode("b", 0.3, 0.01)
+    assert costs.block_s(stranger, 1) == pytest.approx(0.3)
+    for name in "cdef":
+        costs.observe_decode(name, 0.01, 0.01)
+    assert costs.block_s(stranger, 1) == pytest.approx(0.01)

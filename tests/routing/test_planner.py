@@ -79,6 +79,8 @@ def price(chain: Route, view: View, costs: Costs, request: Request) -> tuple[int
         seconds += costs.transfer_s(before, hop.peer_id, request.tokens * request.row_bytes)
         seconds += costs.queue_s(its_record) + request.penalties.get(hop.peer_id, 0.0)
         seconds += sum(costs.block_s(its_record, request.tokens) for _ in range(hop.entry, hop.exit))
+        if hop.peer_id not in request.held:
+            seconds += request.context * (hop.exit - hop.entry) * costs.block_s(its_record, 64) / 64 / 64
         before = hop.peer_id
     faults += 4 * ((before, CLIENT) in request.avoid_edges)
     return faults, seconds + costs.link_s(before, CLIENT) + costs.transfer_s(
@@ -150,6 +152,8 @@ def problems(draw: st.DrawFn) -> tuple[View, Costs, Request]:
         avoid_peers=draw(st.frozensets(st.sampled_from(NAMES), max_size=3)),
         avoid_edges=draw(st.frozensets(st.tuples(ends, ends), max_size=6)),
         penalties=draw(st.dictionaries(st.sampled_from(NAMES), times)),
+        held=draw(st.frozensets(st.sampled_from(NAMES))),
+        context=draw(st.sampled_from([0, 0, 100])),
         prefer=prefer,
         hysteresis=draw(st.sampled_from([0.0, 0.1, 0.5])),
     )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from routing.errors import ProtocolError
 from swarm.connection import Connection
-from swarm.frames import Codec, Frame, FrameType, Lost, Probe, StepNote
+from swarm.frames import Codec, Frame, FrameType, Lost, Ping, StepNote
 from swarm.wire import HEADER_BYTES, Limits
 from tests.session.virtual import simulate
 
@@ -48,7 +48,7 @@ def plain(frame: Frame) -> Frame:
 frames = st.one_of(
     st.builds(control, st.integers(0, 3), st.integers(0, 999)),
     st.builds(bulk, st.integers(0, 3), st.integers(0, 200), st.integers(0, 999)),
-    st.builds(lambda number: Frame(type=FrameType.PING, body=Probe(number)), st.integers(0, 2**64 - 1)),
+    st.builds(lambda number: Frame(type=FrameType.PING, body=Ping(number)), st.integers(0, 2**64 - 1)),
     st.builds(
         lambda number, text: Frame(type=FrameType.LOST, session=session(number), body=Lost("a", "b", text)),
         st.integers(0, 3),

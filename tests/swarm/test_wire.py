@@ -20,7 +20,8 @@ from swarm.frames import (
     Open,
     Opened,
     OpenHop,
-    Probe,
+    Ping,
+    Pong,
     Problem,
     StepNote,
 )
@@ -248,7 +249,8 @@ HOP = OpenHop("p", (), 0, 1, 0)
         Problem("k", "m" * 4097),
         Problem("k", "", ("one",)),
         Lost("a" * 65, "b"),
-        Probe(-1),
+        Ping(-1),
+        Pong(1, -1),
     ],
 )
 def test_a_body_out_of_range_is_neither_sent_nor_taken(body):
@@ -259,14 +261,14 @@ def test_a_body_out_of_range_is_neither_sent_nor_taken(body):
         read(control(body, kind))
 
 
-@pytest.mark.parametrize("body", [None, Probe(1)])
+@pytest.mark.parametrize("body", [None, Ping(1)])
 def test_a_body_of_another_type_is_not_sent(body):
     with pytest.raises(BadInput, match="cannot carry"):
         written(Frame(type=FrameType.OPENED, session=SESSION, body=body))
 
 
 def test_fields_that_a_later_version_adds_at_the_end_are_skipped():
-    assert read(control([7, "new"], FrameType.PING)).body == Probe(7)
+    assert read(control([7, "new"], FrameType.PING)).body == Ping(7)
 
 
 def test_endless_nesting_in_skipped_fields_is_refused_by_name():

@@ -24,6 +24,7 @@ from peer.capacity import Speed
 from peer.effects import SessionLimits
 from peer.service import Service
 from routing.cost import Costs
+from routing.planner import Plan, Request
 from routing.types import PeerId, PeerRecord, PeerState, Span
 from swarm.checkpoint import Checkpoint, open_checkpoint
 from swarm.client import ClientConfig, SwarmClient
@@ -89,6 +90,7 @@ class InProcessPeer:
                 heartbeat=swarm.heartbeat,
                 streams=carrier,
                 direct=swarm.direct,
+                active=lambda: self.service.computed_sessions,
             )
         )
         self.address = await self.endpoint.listen("127.0.0.1") if swarm.direct else ""
@@ -254,6 +256,9 @@ class InProcessClient(SwarmClient):
     def __init__(self, swarm: InProcessSwarm, learns: bool, *args: Any):
         super().__init__(*args)
         self._swarm, self._learns = swarm, learns
+
+    def plan(self, request: Request, *, spread: Any = None, **options: Any) -> Plan:
+        return super().plan(request, spread=spread if self._learns else None, **options)
 
     def learn(self, trace: StepTrace) -> None:
         super().learn(trace)

@@ -8,7 +8,7 @@ from pathlib import Path
 from swarm.frames import FrameType
 from tests.whole.inprocess import InProcessSwarm
 from tests.whole.reference import Reference
-from tests.whole.scenes import SPARED, Text, running, spare, used
+from tests.whole.scenes import SPARED, Text, running, used
 from tests.whole.stand_ins import until
 
 SYSTEM = "You are one of many peers and answer every question. "
@@ -81,7 +81,10 @@ async def test_another_route_begins_anew(tiny: Path, local: Reference) -> None:
         async with model.session() as session:
             await Text(session, local, SYSTEM + "Why?").more(4)
             first = used(swarm, session, 0)
-        swarm.tell(spare(swarm, first), decode_s=1e-6)
+        async with model.session() as session:
+            await Text(session, local, SYSTEM + "Where?").more(4)
+            assert used(swarm, session, 0) is first
+        swarm.tell(first, decode_s=1.0)
         await model.client.refresh()
         async with model.session() as session:
             await Text(session, local, SYSTEM + "When?").more(4)

@@ -1,0 +1,84 @@
+"""A running session leaves a hop that has become slow, and its text comes out equal; where all is well it stays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.whole.inprocess import InProcessPeer
+from tests.whole.reference import Reference
+from tests.whole.scenes import SPARED, Text, running, spare, used
+
+USUAL_S, SLOW = 0.01, 10
+PROMPT = "Where the work is slow, "
+
+
+def drag(peer: InProcessPeer, delay_s: Callable[[], float]) -> None:
+    """Each pass takes so much longer, and says so."""
+    real = peer.service._executor.begin
+
+    def begin(items: Any) -> Any:
+        packed = real(items)
+        steps = packed._steps
+
+        def slow() -> Iterator[None]:
+            time.sleep(delay_s())
+            yield from steps
+
+        packed._steps = slow()
+        return packed
+
+    peer.service._executor.begin = begin  # type: ignore[method-assign]
+
+
+async def test_a_hop_that_becomes_slow_is_left(tiny: Path, local: Reference) -> None:
+    async with running(tiny, SPARED, learns=True) as (swarm, model), model.session() as session:
+        times = dict.fromkeys(swarm.peers, 1)
+        for peer in swarm.peers:
+            drag(peer, lambda peer=peer: USUAL_S * times[peer])
+        text = Text(session, local, PROMPT)
+        await text.more(12)
+        slow = used(swarm, session, 1)
+        times[slow] = SLOW
+        tokens = 0
+        while used(swarm, session, 1) is slow:
+            await text.more(1)
+            tokens += 1
+            assert tokens <= 8
+        assert session.recoveries[-1].reason.startswith("a cheaper route")
+        assert not model.client.health.banned_peers(time.monotonic()), "it is slow, and nobody failed"
+        await text.more(12)
+        assert len(session.recoveries) == 2, "and it stays where it is"
+
+
+async def test_where_computing_anew_takes_long_the_other_peer_is_made_ready_first(
+    tiny: Path, local: Reference
+) -> None:
+    async with running(tiny, SPARED, learns=True) as (swarm, model), model.session() as session:
+        times = dict.fromkeys(swarm.peers, 1)
+        for peer in swarm.peers:
+            drag(peer, lambda peer=peer: USUAL_S * times[peer])
+            swarm.tell(peer, prefill_s=0.02)  # so it says: a second and a half for what the text holds
+        await model.client.refresh()
+        text = Text(session, local, PROMPT)
+        await text.more(12)
+        slow = used(swarm, session, 0)
+        times[slow] = SLOW
+        for _ in range(40):
+            await text.more(1)
+            if used(swarm, session, 0) is not slow:
+                break
+        assert used(swarm, session, 0) is spare(swarm, slow)
+        assert session.recoveries[-1].reason.startswith("a cheaper route")
+        await text.more(4)
+
+
+async def test_no_move_where_all_are_equal(tiny: Path, local: Reference) -> None:
+    async with running(tiny, SPARED, learns=True) as (swarm, model), model.session() as session:
+        for peer in swarm.peers:
+            drag(peer, lambda: USUAL_S)
+        text = Text(session, local, PROMPT)
+        await text.more(120)
+        assert len(session.recoveries) == 1
