@@ -177,6 +177,10 @@ class Costs:
                 prior = max(self.link_s(CLIENT, a), self.link_s(CLIENT, b))
         return prior if mean is None else mean.blend(2 * prior, self.now) / 2
 
+    def measured(self, a: PeerId, b: PeerId) -> bool:
+        """Whether the round trip between two ends was ever measured, or is none."""
+        return a == b or b in self._rtt.get(a, {})
+
     def least_link_s(self, b: PeerId) -> float:
         """A lower bound of `link_s(a, b)` over every other peer `a`: lets a search stop looking early."""
         measured = self._rtt.get(b, {})

@@ -1,4 +1,4 @@
-"""The command line: `swarm serve`, `generate`, `chat`, `status`, `demo`. Options in, an exit code out.
+"""The command line: `swarm serve`, `generate`, `chat`, `status`, `route`, `demo`. Options in, an exit code out.
 
 Reads the arguments, the environment and standard input; what a command does is in `commands/`. Nothing slow is
 imported before a command runs, so that --help answers at once.
@@ -204,6 +204,30 @@ def status(join: Join, as_json: Json = False, verbose: Verbose = False) -> None:
         from swarm.commands.status import status as show
 
         sys.exit(run_loop(show(console, join)))
+
+
+@app.command()
+def route(
+    join: Join,
+    why: Annotated[bool, typer.Option("--explain", help="show the runner-up too, and who was left out")] = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show the way that a token would take now.
+
+    Each hop with its milliseconds, as measured from here and as the peers say. --explain shows the runner-up, each
+    term of both, and which peers were left out for which reason. Exit code 4 if some blocks are not served.
+
+    \b
+    Example:  swarm route --join CODE --explain
+              swarm route --json --join CODE | jq .route.ms
+    """
+    console = _console(as_json, verbose)
+    with guarded(console):
+        _check(join)
+        from swarm.commands.route import route as show
+
+        run_loop(show(console, join, why=why))
 
 
 @app.command()

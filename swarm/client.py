@@ -22,6 +22,7 @@ import torch
 from routing.candidates import Candidates
 from routing.cost import CLIENT, Costs, CostSettings
 from routing.errors import BadInput, DaemonFailed, NoRoute, SwarmError, TimedOut, Unreachable, WrongModel
+from routing.explain import Explanation, explain
 from routing.health import Health
 from routing.planner import CHUNK, Plan, Request, Split, plan, route_cost, split_plan
 from routing.types import Hop, PeerId, PeerRecord, PeerState, Route
@@ -253,6 +254,20 @@ class SwarmClient:
         prefill = replace(request, tokens=max(2, prompt))
         view = self._candidates.short_view(self.view, now, request, prefill, without=without)
         return split_plan(view, self.costs, request, now, prompt=prompt, tokens=tokens, move_s=move_s)
+
+    def explain(self, request: Request, route: Route | None, excluded: Set[PeerId]) -> Explanation:
+        """Why this route, or the one that would be taken now. Raises NoRoute."""
+        self.costs.advance(time.monotonic())
+        now, monotonic = self.dht_time(), time.monotonic()
+        without = {peer: "it said that it is full" for peer, until in self.busy_until.items() if until > monotonic}
+        without |= dict.fromkeys(excluded, "it was found to compute wrongly")
+        avoided = dict.fromkeys(self.health.banned_peers(monotonic), "it failed lately")
+        avoided |= dict.fromkeys(self.leaving, "it said that it leaves")
+        # Those that are in use, or failed, are looked at whatever they cost.
+        view = self._candidates.short_view(self.view, now, replace(request, prefer=route))
+        shown = self.view.records.keys() & (without.keys() | avoided.keys())
+        view = View({**view.records, **{peer: self.view.records[peer] for peer in shown}}, self.n_blocks)
+        return explain(view, self.costs, request, now, route=route, without=without, avoided=avoided)
 
     def price(self, route: Route, request: Request) -> Plan | None:
         """What a given route costs now; None if a record is gone."""

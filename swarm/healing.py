@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from routing.cost import CLIENT
 from routing.errors import NoRoute, Overloaded, SessionError, SwarmError, TimedOut
+from routing.explain import Explanation
 from routing.moving import Mover
 from routing.planner import Plan, Request
 from routing.retry import RetryPolicy
@@ -80,6 +81,10 @@ class Healing:
         self._mover = Mover(self._random)
         self._why_targets = ""
         self._priced = (0, 0.0, 0.0)  # tokens of a step, when it was priced, and what it should take
+
+    def explain(self) -> Explanation:
+        """Why this route. Raises NoRoute."""
+        return self.client.explain(self._request(), self.driver.route, self._excluded)
 
     # -- what the session tells ------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from routing.errors import BadInput, TimedOut
+from routing.explain import Explanation
 from routing.types import Hop, PeerId, PeerRecord, Route
 from swarm import saved
 from swarm.checkpoint import Checkpoint, open_checkpoint
@@ -280,6 +281,11 @@ class TextSession:
     def standbys_ready(self) -> bool:
         """Whether the loss of any hop would be made up for at once."""
         return self._session.standbys_ready
+
+    def explain(self) -> Explanation:
+        """Why this route: what each of its hops costs now, what the runner-up would cost, and who was left out. As text
+        by `str`, as tables by `swarm.render.explanation_tables`. Raises NoRoute."""
+        return self._session.healing.explain()
 
     @property
     def traces(self) -> list[StepTrace]:

@@ -19,6 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from routing.errors import SwarmError
+from routing.explain import Explanation
+from routing.planner import Plan
 from routing.types import Hop, PeerId, PeerRecord, PeerState, Span
 
 NOTHING = "-"  # not known, or none
@@ -199,6 +201,48 @@ def route_table(hops: Sequence[HopTimes], title: str = "") -> RenderableType:
         table.add_section()
         columns = zip(*((h.network_s, h.queue_s, h.compute_s, h.total_s) for h in hops), strict=True)
         table.add_row("", "all", "", *(milliseconds(_sum(column)) for column in columns), style="bold")
+    return table
+
+
+def explanation_tables(explanation: Explanation) -> RenderableType:
+    """The route and the runner-up, term by term, and who was left out."""
+    chosen, runner_up = explanation.chosen, explanation.runner_up
+    parts: list[RenderableType] = [_plan_table(chosen, "the route", explanation.estimated)]
+    if runner_up is None:
+        parts.append(Text("No other route: each of its peers is needed."))
+    else:
+        more = f"{runner_up.cost_s / max(chosen.cost_s, 1e-9) - 1:+.0%}"
+        parts.append(_plan_table(runner_up, f"the runner-up ({more})", explanation.estimated))
+    if explanation.estimated:
+        parts.append(Text("~  a way that nobody measured yet, estimated", style="dim"))
+    parts += [Text(f"left out: {short_id(peer)}, {why}") for peer, why in sorted(explanation.left_out.items())]
+    return Group(*parts)
+
+
+def _plan_table(plan: Plan, title: str, estimated: frozenset[Hop]) -> Table:
+    table = _table(title)
+    _numbers(table, "hop")
+    for header in ("peer", "blocks"):
+        table.add_column(header, no_wrap=True)
+    _numbers(table, "network ms", "queue ms", "compute ms")
+    further = {
+        name: [getattr(term, field) for term in plan.terms]
+        for name, field in (("replay ms", "replay_s"), ("penalty ms", "penalty_s"))
+    }
+    further = {name: values for name, values in further.items() if any(values)}
+    _numbers(table, *further, "total ms")
+    for number, term in enumerate(plan.terms, 1):
+        network = milliseconds(term.network_s) + ("~" if term.hop in estimated else "")
+        more = (milliseconds(values[number - 1]) for values in further.values())
+        table.add_row(
+            str(number), Text(short_id(term.hop.peer_id)), f"{term.hop.entry}:{term.hop.exit}", network,
+            milliseconds(term.queue_s), milliseconds(term.compute_s), *more, milliseconds(term.total_s),
+        )  # fmt: skip
+    if len(plan.terms) > 1:
+        table.add_section()
+        columns = [[getattr(term, field) for term in plan.terms] for field in ("network_s", "queue_s", "compute_s")]
+        sums = [milliseconds(sum(values)) for values in (*columns, *further.values())]
+        table.add_row("", "all", "", *sums, milliseconds(plan.cost_s), style="bold")
     return table
 
 

@@ -17,6 +17,7 @@ from concurrent.futures import CancelledError, Future, wait
 from typing import Any, TypeVar
 
 from routing.errors import BadInput
+from routing.explain import Explanation
 from swarm import model as asynchronous
 from swarm.generation import GenerationResult, Token
 from swarm.model import Prompt, SwarmStatus
@@ -200,6 +201,12 @@ class TextSession:
         self, *, timeout_s: float | None = None, save_to: str | os.PathLike[str] | None = None
     ) -> Iterator[Token]:
         return self._loop.iterate(self._session.rest(timeout_s=timeout_s, save_to=save_to))
+
+    def explain(self) -> Explanation:
+        async def explain() -> Explanation:
+            return self._session.explain()
+
+        return self._loop.run(explain())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         async def save() -> None:

@@ -34,7 +34,7 @@ from swarm.terminal import Console, guarded, harmless
 A, B, C = "12D3KooWAbcdefXy3Qz1", "12D3KooWAbcdefPq77Lm", "12D3KooWAbcdefRr5Tt9"
 PEER = "12D3KooWBYQ2jPVZbqGWGgZqeXrbPJkuCgRJ4qiVk4smg2ELpNjo"
 CODE = JoinCode(bootstrap=(f"/ip4/127.0.0.1/tcp/9/p2p/{PEER}",), fingerprint=bytes(32)).encode()
-COMMANDS = ("serve", "generate", "chat", "status", "demo")
+COMMANDS = ("serve", "generate", "chat", "status", "route", "demo")
 
 
 @pytest.fixture(autouse=True)

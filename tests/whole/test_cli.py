@@ -125,6 +125,18 @@ def test_generate_asks_through_the_chat_template(command, swarm, tiny, local: Re
     assert facts["ids"] == local.generate(ids, max_new_tokens=4, do_sample=False)
 
 
+def test_route(command, swarm):
+    shown = command("route", "--join", swarm.join_code, "--explain")
+    assert shown.code == 0 and "ms from here" in shown.out
+    assert all(peer.peer_id[-6:] in shown.out for peer in swarm.peers) and "each of its peers is needed" in shown.out
+    facts = command("route", "--json", "--join", swarm.join_code).facts
+    assert [hop["blocks"] for hop in facts["route"]["hops"]] == ["0:4", "4:6"]
+    assert facts["route"]["ms"] == pytest.approx(
+        sum(sum(value for name, value in hop.items() if name.endswith("_ms")) for hop in facts["route"]["hops"]),
+        abs=0.1,
+    )
+
+
 def test_chat_from_a_pipe(command, swarm, tiny, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n/route\nMore\n"))
     shown = command("chat", str(tiny), "--json", "--max-new-tokens", "5", "--join", swarm.join_code)

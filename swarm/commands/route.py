@@ -1,0 +1,72 @@
+"""`swarm route`: the way that a token would take now, as someone here sees it, and why."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from routing.cost import CLIENT, Costs, CostSettings
+from routing.explain import Explanation, explain
+from routing.planner import Plan, Request
+from routing.types import Hop
+from routing.view import RecordsSeen, View, apply
+from swarm.client import HOP_S
+from swarm.joincode import JoinCode
+from swarm.render import HopTimes, explanation_tables, route_table
+from swarm.status import Snapshot, look
+from swarm.terminal import Console
+
+
+async def route(console: Console, join: str, *, why: bool) -> None:
+    """`why`: with the runner-up and who was left out. Raises NoRoute, JoinError and its kin, DaemonFailed, TimedOut."""
+    code = JoinCode.parse(join)
+    with console.progress("joining the swarm") as progress:
+        snapshot = await look(code, progress=progress)
+    explanation = explained(snapshot)
+    console.say(f"{snapshot.about.model}: a token takes {explanation.chosen.cost_s * 1e3:.1f} ms from here")
+    if why:
+        console.show(explanation_tables(explanation))
+    else:
+        console.show(route_table([_times(explanation.chosen, index) for index in range(len(explanation.chosen.route))]))
+    console.event(_facts(explanation))
+
+
+def explained(snapshot: Snapshot) -> Explanation:
+    """Of what each peer says of its speed, and the round trips measured from here. Raises NoRoute."""
+    costs = Costs(CostSettings(hop_s=HOP_S))
+    silent = {}
+    for peer in snapshot.peers:
+        if peer.rtt_s is None:
+            silent[peer.record.peer_id] = "it does not answer"
+        else:
+            costs.observe_rtt(CLIENT, peer.record.peer_id, peer.rtt_s)
+    n_blocks = snapshot.about.n_blocks
+    view = apply(View({}, n_blocks), RecordsSeen([peer.record for peer in snapshot.peers]))
+    return explain(view, costs, Request(n_blocks=n_blocks), 0.0, without=silent)
+
+
+def _times(plan: Plan, index: int) -> HopTimes:
+    term = plan.terms[index]
+    return HopTimes(hop=term.hop, network_s=term.network_s, queue_s=term.queue_s, compute_s=term.compute_s)
+
+
+def _facts(explanation: Explanation) -> dict[str, Any]:
+    """For JSON. Times in milliseconds."""
+    runner_up = explanation.runner_up
+    return {
+        "route": _plan_facts(explanation.chosen, explanation.estimated),
+        "runner_up": None if runner_up is None else _plan_facts(runner_up, explanation.estimated),
+        "left_out": dict(explanation.left_out),
+    }
+
+
+def _plan_facts(plan: Plan, estimated: frozenset[Hop]) -> dict[str, Any]:
+    hops = []
+    for term in plan.terms:
+        times = {
+            f"{name.removesuffix('_s')}_ms": round(value * 1e3, 3)
+            for name, value in asdict(term).items() if name.endswith("_s")
+        }  # fmt: skip
+        blocks = f"{term.hop.entry}:{term.hop.exit}"
+        hops.append({"peer": term.hop.peer_id, "blocks": blocks, **times, "estimated": term.hop in estimated})
+    return {"ms": round(plan.cost_s * 1e3, 3), "hops": hops}
