@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from bench import engine, faults, process, speed, wide
+from bench import engine, faults, herd, plans, process, speed, wide
 from bench.children import ChildFailed
 from bench.figures import Figure, as_json
 from bench.setting import Setting
@@ -41,6 +41,8 @@ PARTS: dict[str, Part] = {
     "leave": wide.leave,
     "forget": faults.forget,
     "split": wide.split,
+    "herd": herd.herd,
+    "plans": plans.plans,
     "memory": process.memory,
     "launch": process.launch,
 }

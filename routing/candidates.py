@@ -7,8 +7,7 @@ route; what a peer costs it asks of `Costs`, when a record or a measurement has 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 
 from routing.cost import CLIENT, Costs
 from routing.errors import BadInput
@@ -19,8 +18,9 @@ from routing.view import View
 FEW = 64
 """So many peers are searched as they are."""
 
-DECODE_EACH, PREFILL_EACH = 6, 12
-"""Peers for a block in each order. Prompts want few hops, which depends less on the single peer."""
+DECODE_EACH, PREFILL_EACH, LOOK_EACH = 6, 12, 2
+"""Peers for a block in each order. Prompts want few hops, which depends less on the single peer. Who is on a route
+already only looks around, often, between two tokens."""
 
 _Place = tuple[float, PeerId]
 
@@ -46,11 +46,12 @@ class Candidates:
             picked = set(view.records)
         else:
             picked = set().union(*(self._picked(request, now, without) for request in requests))
-        return replace(view, records={peer_id: view.records[peer_id] for peer_id in picked - without})
+        return View({peer_id: view.records[peer_id] for peer_id in picked - without}, view.n_blocks)
 
     def _picked(self, request: Request, now: float, without: frozenset[PeerId]) -> set[PeerId]:
         kind = _kind(request.tokens)
-        each = self._each or (DECODE_EACH if kind == 1 else PREFILL_EACH)
+        usual = DECODE_EACH if kind == 1 else PREFILL_EACH
+        each = self._each or (usual if request.prefer is None else LOOK_EACH)
         picked: set[PeerId] = set()
         for order in self._orders_of(kind):
             for places in order.places[: request.n_blocks]:
@@ -82,8 +83,9 @@ class Candidates:
         before = self._view.records
         gone: set[PeerId] = set()
         if view is not self._view:
-            gone = set(before.keys() - view.records.keys())
-            changed |= {peer_id for peer_id, record in view.records.items() if before.get(peer_id) is not record}
+            differ = view.changed if view.before is before else _differing(before, view.records)
+            gone = set(differ - view.records.keys())
+            changed |= differ - gone
         self._view = view
         for kind, orders in self._orders.items():
             for peer_id in gone | changed:
@@ -134,6 +136,11 @@ class _Order:
             span, score = put
             for places in self.places[span.start : span.end]:
                 del places[bisect_left(places, (score, peer_id))]
+
+
+def _differing(before: Mapping[PeerId, PeerRecord], after: Mapping[PeerId, PeerRecord]) -> frozenset[PeerId]:
+    new = {peer_id for peer_id, record in after.items() if before.get(peer_id) is not record}
+    return frozenset(new | (before.keys() - after.keys()))
 
 
 def _kind(tokens: int) -> int:

@@ -196,12 +196,12 @@ class Costs:
         newest = max(means, key=lambda mean: mean.at)
         return newest.confidence(self.now) * shortest + (1 - newest.confidence(self.now)) * prior
 
-    def transfer_s(self, a: PeerId, b: PeerId, nbytes: int) -> float:
-        """How much longer than an empty frame `nbytes` take from `a` to `b`."""
+    def transfer_s(self, a: PeerId, b: PeerId, nbytes: int, link_s: float | None = None) -> float:
+        """How much longer than an empty frame `nbytes` take from `a` to `b`. `link_s`: that of the two, if at hand."""
         if nbytes <= 0 or a == b:
             return 0.0
         mean = self._bandwidth.get((a, b))
-        near = self.link_s(a, b) <= self.settings.near_s
+        near = (self.link_s(a, b) if link_s is None else link_s) <= self.settings.near_s
         prior = self.settings.near_bandwidth if near else self.settings.bandwidth
         rate = prior if mean is None else mean.blend(prior, self.now)
         return min(nbytes / rate, LONGEST_S)

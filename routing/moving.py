@@ -24,7 +24,7 @@ SURE = 4.0  # standard deviations of a running mean
 _OF_MEAN = 0.378  # its deviation over that of a step, at the weight 0.25 of `CostSettings`: (w / (2 - w)) ** 0.5
 _OF_DIFFERENCE = 0.954  # the median difference of two in a row, in standard deviations of one, where they are normal
 SLOWED = 1.5
-LEAST_SHARE = 0.25
+BIG_GAIN, SOME = 2.0, 0.5
 
 
 class Pace:
@@ -101,7 +101,12 @@ class Mover:
         self._moves.append(now)
         self._seemed = False
 
-    def our_turn(self, here: int, there: int) -> bool:
+    def our_turn(self, here: int, there: int, gain: float) -> bool:
         """Sessions that crowd a peer see the same better one at the same moment. Of `here` only so many go as make both
-        equal (Berenbrink et al., "Distributed selfish load balancing", SIAM J. Computing 2007)."""
-        return here <= 1 or self._rng.random() < max(LEAST_SHARE, (here - there) / (2 * here))
+        equal (Berenbrink et al., "Distributed selfish load balancing", SIAM J. Computing 2007). Where the crowds are no
+        reason, only for a route that takes a half, or less: `gain` is the pace over what the other would take."""
+        if here <= 1:
+            return True
+        if here - there >= 2:
+            return self._rng.random() < (here - there) / (2 * here)
+        return gain >= BIG_GAIN and self._rng.random() < SOME

@@ -317,7 +317,8 @@ def _edges(route: Route) -> Iterator[Edge]:
 def _edge_s(costs: Costs, request: Request, a: PeerId, b: PeerId) -> float:
     """One way between two ends, with what is sent over it: all rows; back to the client only the last."""
     rows = 1 if b == CLIENT else request.tokens
-    return costs.link_s(a, b) + costs.transfer_s(a, b, rows * request.row_bytes)
+    link_s = costs.link_s(a, b)
+    return link_s + costs.transfer_s(a, b, rows * request.row_bytes, link_s)
 
 
 def _ranges(blocks: Iterable[int]) -> str:

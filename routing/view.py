@@ -63,6 +63,8 @@ class View:
     records: Mapping[PeerId, PeerRecord]
     n_blocks: int
     tombstones: Mapping[PeerId, Tombstone] = field(default_factory=dict)
+    before: Mapping[PeerId, PeerRecord] | None = field(default=None, compare=False, repr=False)
+    changed: frozenset[PeerId] = field(default=frozenset(), compare=False, repr=False)  # since the records `before`
 
     def __post_init__(self) -> None:
         if self.n_blocks < 1:
@@ -128,7 +130,9 @@ def _records_seen(view: View, seen: Sequence[PeerRecord]) -> View:
     if not news:
         return view
     stones = {peer: each for peer, each in view.tombstones.items() if peer not in news}
-    return replace(view, records={**records, **news}, tombstones=stones)
+    return replace(
+        view, records={**records, **news}, tombstones=stones, before=records, changed=frozenset(news)
+    )
 
 
 def _is_news(view: View, record: PeerRecord, known: PeerRecord | None) -> bool:
@@ -148,4 +152,4 @@ def _remove(view: View, peers: list[PeerId], until: float) -> View:
     stones = dict(view.tombstones)
     for peer_id in peers:
         stones[peer_id] = Tombstone(records.pop(peer_id).sequence, until)
-    return replace(view, records=records, tombstones=stones)
+    return replace(view, records=records, tombstones=stones, before=view.records, changed=frozenset(peers))

@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest"
 TICK_S = 0.25
 HOP_S = 0.002  # one more hop on loopback costs about this; a route is not cut up for less
-SPREAD = 0.05  # of what a hop computes: routes that differ by less are as good
+SPREAD, SPREAD_S = 0.05, 0.001  # of what a hop computes, and in seconds: routes that differ by less are as good
 CROWD = 0.1  # of what it computes: by so much, about, each session that is there slows down another one
 MOST_GOODBYES = 64  # CLOSE frames kept for a peer that is not connected now
 GOODBYE_S = 300.0  # after so long, a peer has noticed by itself that nobody speaks
@@ -218,25 +218,33 @@ class SwarmClient:
         return record.addresses if record is not None else ()
 
     def plan(
-        self, request: Request, *, without: frozenset[PeerId] = frozenset(), spread: random.Random | None = None
+        self,
+        request: Request,
+        *,
+        without: frozenset[PeerId] = frozenset(),
+        crowds: bool = False,
+        spread: random.Random | None = None,
     ) -> Plan:
-        """The cheapest route now. With `spread`, for a new session: rather where fewer sessions are, and clients that
-        plan at the same moment do not all take the same of some that are as good. Raises NoRoute."""
+        """The cheapest route now. With `crowds`, rather where fewer sessions are; with `spread` too, for a new session,
+        clients that plan at the same moment do not all take the same of some that are as good. Raises NoRoute."""
         self.costs.advance(time.monotonic())
         now = self.dht_time()
         view = self._candidates.short_view(self.view, now, request, without=without)
-        if spread is not None:
-            request = replace(request, penalties=self._spread(view, request, spread))
+        if crowds or spread is not None:
+            request = replace(request, penalties=self._crowded(view, request, spread))
         return plan(view, self.costs, request, now)
 
-    def _spread(self, view: View, request: Request, rng: random.Random) -> dict[PeerId, float]:
+    def _crowded(self, view: View, request: Request, spread: random.Random | None) -> dict[PeerId, float]:
+        """Penalties with those of crowds. A session's own peers were measured with their crowd."""
         penalties = dict(request.penalties)
-        for peer_id in sorted(view.records):
-            record = view.records[peer_id]
+        for peer_id in sorted(view.records.keys() - (request.held if spread is None else frozenset())):
+            record, link = view.records[peer_id], self.link(peer_id)
             compute_s = len(record.span) * self.costs.block_s(record, 1)
-            link = self.link(peer_id)
-            share = rng.uniform(0.0, SPREAD) + CROWD * (link.sessions if link is not None else 0)
-            penalties[peer_id] = penalties.get(peer_id, 0.0) + share * compute_s
+            more_s = CROWD * link.sessions * compute_s if link is not None else 0.0
+            if spread is not None:
+                more_s += spread.uniform(0.0, SPREAD * compute_s + SPREAD_S)
+            if more_s:
+                penalties[peer_id] = penalties.get(peer_id, 0.0) + more_s
         return penalties
 
     def plan_split(

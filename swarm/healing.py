@@ -213,12 +213,14 @@ class Healing:
         if not self._mover.is_due(now) or self._standbys.moving(route):
             return
         plan = self._mover.look(now, lambda margin: self._plan_beside(route, margin))
-        if plan is None or not self._mover.our_turn(*self._crowds(route, plan.route)):
+        if plan is None:
+            return
+        pace_s = self._mover.pace.now_s
+        if not self._mover.our_turn(*self._crowds(route, plan.route), pace_s / plan.cost_s):
             return
         if missing := [peer_id for peer_id in plan.route.peers if self.client.link(peer_id) is None]:
             self.client.spawn(self.client.connect(missing, self.config.connect_s))
             return
-        pace_s = self._mover.pace.now_s
         self._mover.moves(now)
         reason = f"a cheaper route: {1e3 * plan.cost_s:.0f} ms a token instead of {1e3 * pace_s:.0f}"
         spans, new = {(hop.entry, hop.exit) for hop in route}, set(plan.route) - set(route)
@@ -235,7 +237,7 @@ class Healing:
     def _plan_beside(self, route: Route, margin: float) -> Plan | None:
         request = replace(self._request(), prefer=route, hysteresis=margin)
         try:
-            plan = self.client.plan(request, without=self._excluded)
+            plan = self.client.plan(request, without=self._excluded, crowds=True)
         except NoRoute:
             return None
         return None if plan.route == route else plan

@@ -124,9 +124,15 @@ def test_the_pace_is_robust() -> None:
 
 def test_of_a_crowd_as_many_go_as_make_both_equal() -> None:
     mover, turns = Mover(random.Random(1)), 2000
-    assert all(mover.our_turn(here, 0) for here in (0, 1) for _ in range(50))
-    assert sum(mover.our_turn(16, 0) for _ in range(turns)) / turns == pytest.approx(0.5, abs=0.05)
-    assert sum(mover.our_turn(10, 6) for _ in range(turns)) / turns == pytest.approx(0.25, abs=0.05)
+
+    def share(here: int, there: int, gain: float) -> float:
+        return sum(mover.our_turn(here, there, gain) for _ in range(turns)) / turns
+
+    assert share(0, 0, 1.2) == share(1, 0, 1.2) == 1
+    assert share(16, 0, 1.2) == pytest.approx(0.5, abs=0.05)
+    assert share(10, 6, 1.2) == pytest.approx(0.2, abs=0.05)
+    assert share(8, 8, 1.5) == share(8, 7, 1.5) == 0, "equal crowds: nothing is gained by a change of places"
+    assert share(8, 8, 5.0) == pytest.approx(0.5, abs=0.05), "but for a peer that is slow for another reason"
 
 
 def test_a_move_makes_the_next_one_harder() -> None:

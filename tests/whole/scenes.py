@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -50,3 +51,21 @@ def used(swarm: InProcessSwarm, session: TextSession, hop: int) -> InProcessPeer
 
 def spare(swarm: InProcessSwarm, peer: InProcessPeer) -> InProcessPeer:
     return next(other for other in swarm.living if other.span == peer.span and other is not peer)
+
+
+def drag(peer: InProcessPeer, delay_s: Callable[[int], float]) -> None:
+    """Each pass takes so much longer, and says so. `delay_s` is told how many works are in it."""
+    real = peer.service._executor.begin
+
+    def begin(items: Any) -> Any:
+        packed = real(items)
+        steps = packed._steps
+
+        def slow() -> Iterator[None]:
+            time.sleep(delay_s(len(items)))
+            yield from steps
+
+        packed._steps = slow()
+        return packed
+
+    peer.service._executor.begin = begin  # type: ignore[method-assign]

@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
-from tests.whole.inprocess import InProcessPeer
+from routing.planner import Request
 from tests.whole.reference import Reference
-from tests.whole.scenes import SPARED, Text, running, spare, used
+from tests.whole.scenes import SPARED, Text, drag, running, spare, used
 
 USUAL_S, SLOW = 0.01, 10
 PROMPT = "Where the work is slow, "
-
-
-def drag(peer: InProcessPeer, delay_s: Callable[[], float]) -> None:
-    """Each pass takes so much longer, and says so."""
-    real = peer.service._executor.begin
-
-    def begin(items: Any) -> Any:
-        packed = real(items)
-        steps = packed._steps
-
-        def slow() -> Iterator[None]:
-            time.sleep(delay_s())
-            yield from steps
-
-        packed._steps = slow()
-        return packed
-
-    peer.service._executor.begin = begin  # type: ignore[method-assign]
 
 
 async def test_a_hop_that_becomes_slow_is_left(tiny: Path, local: Reference) -> None:
     async with running(tiny, SPARED, learns=True) as (swarm, model), model.session() as session:
         times = dict.fromkeys(swarm.peers, 1)
         for peer in swarm.peers:
-            drag(peer, lambda peer=peer: USUAL_S * times[peer])
+            drag(peer, lambda _, peer=peer: USUAL_S * times[peer])
         text = Text(session, local, PROMPT)
         await text.more(12)
         slow = used(swarm, session, 1)
@@ -59,7 +41,7 @@ async def test_where_computing_anew_takes_long_the_other_peer_is_made_ready_firs
     async with running(tiny, SPARED, learns=True) as (swarm, model), model.session() as session:
         times = dict.fromkeys(swarm.peers, 1)
         for peer in swarm.peers:
-            drag(peer, lambda peer=peer: USUAL_S * times[peer])
+            drag(peer, lambda _, peer=peer: USUAL_S * times[peer])
             swarm.tell(peer, prefill_s=0.02)  # so it says: a second and a half for what the text holds
         await model.client.refresh()
         text = Text(session, local, PROMPT)
@@ -78,7 +60,27 @@ async def test_where_computing_anew_takes_long_the_other_peer_is_made_ready_firs
 async def test_no_move_where_all_are_equal(tiny: Path, local: Reference) -> None:
     async with running(tiny, SPARED, learns=True) as (swarm, model), model.session() as session:
         for peer in swarm.peers:
-            drag(peer, lambda: USUAL_S)
+            drag(peer, lambda _: USUAL_S)
         text = Text(session, local, PROMPT)
         await text.more(120)
         assert len(session.recoveries) == 1
+
+
+async def test_new_sessions_spread_over_equal_peers_and_go_where_fewer_are(tiny: Path) -> None:
+    async with running(tiny, SPARED, learns=True) as (swarm, model):
+        for peer in swarm.peers:
+            swarm.tell(peer, decode_s=0.01)
+        await model.client.refresh()
+        request, client = Request(n_blocks=6), model.client
+
+        def taken() -> Counter[str]:
+            plans = [client.plan(request, spread=random.Random(seed)) for seed in range(200)]
+            return Counter(hop.peer_id for plan in plans for hop in plan.route)
+
+        counts = taken()
+        assert len(counts) == 4 and min(counts.values()) > 30, counts
+        (crowded, _), *_ = counts.items()
+        client.link(crowded).sessions = 8
+        counts = taken()
+        assert len(counts) == 3 and crowded not in counts
+        assert client.plan(request, crowds=True).route == client.plan(request, crowds=True).route
