@@ -57,6 +57,12 @@ def serve(
     cache: Annotated[int | None, typer.Option(metavar="MIB", help="memory for sessions' caches")] = None,
     identity: Annotated[Path | None, typer.Option(help="key file of this peer; made if it is not there")] = None,
     direct: Annotated[bool, typer.Option(help="direct connections (else only the swarm's own network)")] = True,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="port of a page for Prometheus, /metrics; 0: the system chooses; off by default")
+    ] = None,
+    metrics_host: Annotated[
+        str, typer.Option(help="address of that page; whoever can reach it can read it")
+    ] = "127.0.0.1",
     daemon: Annotated[str | None, typer.Option(hidden=True)] = None,
     until_stdin_closes: Annotated[bool, typer.Option(hidden=True)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line on stdout")] = False,
@@ -90,6 +96,8 @@ def serve(
             identity_path=identity,
             direct=direct,
             daemon=daemon,
+            metrics_port=metrics_port,
+            metrics_host=metrics_host,
         )
         run(_serve(config, console, until_stdin_closes))
 
@@ -151,6 +159,8 @@ def _announce(serving, model: str, console: Console) -> None:
     console.say(f"serving blocks {serving.span} of {serving.n_blocks} as {serving.peer_id}")
     mib = serving.weights_bytes / 2**20
     console.say(f"at {serving.address}; weights {mib:.0f} MiB, room for {serving.cache_positions:,} tokens of context")
+    if serving.metrics:
+        console.say(f"metrics at {serving.metrics}")
     console.say("join code:")
     console.plain(serving.join_code)
     console.say(f"to help:    swarm serve {model} --join CODE")

@@ -19,10 +19,13 @@ class Announcer:
         """`record` describes the peer as it is at the moment."""
         self._directory, self._record, self._renew_s = directory, record, renew_s
         self._soon = asyncio.Event()
+        self.announced: PeerRecord | None = None  # the newest, as it is stored
+        self.failures = 0  # renewals that came to nothing
 
     async def announce(self) -> PeerRecord:
         """Raises Unreachable, TimedOut, DaemonFailed."""
-        return await self._directory.announce(self._record())
+        self.announced = await self._directory.announce(self._record())
+        return self.announced
 
     def renew_soon(self) -> None:
         """Something worth telling has changed."""
@@ -40,6 +43,7 @@ class Announcer:
             try:
                 await self.announce()
             except (Unreachable, TimedOut, DaemonFailed) as error:
+                self.failures += 1
                 log.warning("the record could not be renewed: %s", error)
 
     async def leave(self, timeout_s: float = 3.0) -> None:

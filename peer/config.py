@@ -31,6 +31,8 @@ class PeerConfig:
     renew_s: float = 15.0
     startup_timeout_s: float = 120.0
     daemon: str | None = None  # another p2pd executable
+    metrics_port: int | None = None  # for Prometheus; 0: the system chooses; None: no metrics
+    metrics_host: str = "127.0.0.1"  # whoever can reach it can read them
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     def __post_init__(self) -> None:
@@ -38,7 +40,8 @@ class PeerConfig:
             raise BadInput(f"dtype {self.dtype!r} is not known; choose one of {', '.join(COMPUTE_DTYPES)}")
         if self.threads is not None and self.threads < 1:
             raise BadInput(f"threads must be at least 1, not {self.threads}")
-        for name, port in (("port", self.port), ("dht_port", self.dht_port)):
+        ports = ("port", self.port), ("dht_port", self.dht_port), ("metrics_port", self.metrics_port or 0)
+        for name, port in ports:
             if not 0 <= port < 65536:
                 raise BadInput(f"{name} must be between 0 and 65535, not {port}")
         if self.cache_bytes is not None and self.cache_bytes < 1 << 20:

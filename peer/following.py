@@ -147,6 +147,7 @@ class Following:
             self.ask_again()
             return
         seat.names += names
+        seat.session.counts.pages_taken += frame.end - frame.start
         if self.pull.done:
             self.pull = None
             seat.drain()

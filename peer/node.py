@@ -11,13 +11,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peer.announcer import Announcer
 from peer.blocks import Blocks, estimated_block_bytes
 from peer.cache import CacheBudget
 from peer.capacity import blocks_that_fit, free_memory, measure
 from peer.config import PeerConfig
+from peer.scrape import MetricsServer
 from peer.service import Service
 from routing.errors import BadInput
 from routing.placement import least_covered_span
@@ -41,6 +42,9 @@ from swarm.progress import Progress, silent
 from swarm.records import RecordPolicy
 from swarm.transport import Endpoint
 
+if TYPE_CHECKING:
+    from peer.metrics import Metrics
+
 log = logging.getLogger(__name__)
 
 JOIN_S = 30.0
@@ -58,6 +62,7 @@ class Serving:
     address: str
     weights_bytes: int
     cache_positions: int
+    metrics: str | None = None  # the address of the page for Prometheus
 
 
 class Node:
@@ -79,6 +84,8 @@ class Node:
         self._span: Span
         self._service: Service
         self._announcer: Announcer
+        self._metrics: Metrics | None = None
+        self._metrics_url: str | None = None
         self._state = PeerState.JOINING
         self._addresses: tuple[str, ...] = ()
         self.serving: Serving
@@ -87,6 +94,7 @@ class Node:
         if self.config.direct and self.config.port:
             refuse_taken_port(self.config.host, self.config.port)  # now, not when all weights are loaded
         async with AsyncExitStack() as stack:
+            await self._open_metrics(stack)
             self._take_identity(stack)
             native.load()
             self._thread = await stack.enter_async_context(ComputeThread(threads=self.config.threads))
@@ -125,6 +133,17 @@ class Node:
         await self._service.hand_over()
 
     # -- start -----------------------------------------------------------------------------------------------
+
+    async def _open_metrics(self, stack: AsyncExitStack) -> None:
+        """The page is there from the start: a port that is taken is told now, and it outlives what it shows."""
+        if self.config.metrics_port is None:
+            return
+        from peer.metrics import CONTENT_TYPE, Metrics  # whoever wants no metrics need not wait for their library
+
+        self._metrics = Metrics()
+        server = MetricsServer(self._metrics.page, CONTENT_TYPE)
+        stack.push_async_callback(server.close)
+        self._metrics_url = await server.listen(self.config.metrics_host, self.config.metrics_port)
 
     def _take_identity(self, stack: AsyncExitStack) -> None:
         wanted = self.config.identity_path
@@ -251,6 +270,9 @@ class Node:
         await self._announcer.announce()
         stack.push_async_callback(self._announcer.leave)
         hive.on_restart.append(self._announce_again)
+        if self._metrics is not None:
+            self._metrics.watch_service(self._service, endpoint.traffic)
+            self._metrics.watch_directory(self.record, self._announcer, hive)
         code = JoinCode(bootstrap=bootstrap, fingerprint=self._fingerprint)
         self.serving = Serving(
             peer_id=peer_id,
@@ -260,6 +282,7 @@ class Node:
             address=", ".join(self._addresses) or "only through the swarm's own network",
             weights_bytes=blocks.nbytes,
             cache_positions=self._positions(budget.limit_bytes),
+            metrics=self._metrics_url,
         )
 
     # -- what others see -------------------------------------------------------------------------------------

@@ -173,6 +173,7 @@ class Seat:
     def _open(self, hop: int, body: Open) -> None:
         self.hop = hop
         self._reset()
+        stood_by = self.stands_by
         self.progress_at = self.session.now
         place = self.session.places[hop]
         kept = self._kept(body.names, place.keep_to)
@@ -184,6 +185,8 @@ class Seat:
             self._adopt(body.names, place.keep_to)
         self.following.open(body, place, hop >= len(self.session.route))
         self.session.seat_opened(self)
+        if stood_by and not self.stands_by:
+            self.session.counts.takeovers += 1
         if self.stands_by:
             self.following.begin(body, place)
             return
@@ -207,6 +210,7 @@ class Seat:
             self.store = self.session.table.prefixes.take(donor.kept)
         elif not self.store.copy_prefix(donor.store, positions):
             return
+        self.session.counts.adopted += positions - self.position
         self.names = bytearray(names[: (positions + 1) * NAME_BYTES])
 
     def _kept(self, names: bytes, keep_to: int) -> int:
@@ -312,6 +316,7 @@ class Seat:
             have = min(end, self.position)
             if have > start:
                 self._send_rows(FrameType.FILL, asker, start, have, StepNote())
+                self.session.counts.replayed += have - start
                 start = have
             if start < end:
                 self.owed[asker] = (start, end)
@@ -322,6 +327,7 @@ class Seat:
             have = min(self.position, start + self.session.room(asker))
             if have > start:
                 self._send_rows(FrameType.FILL, asker, start, have, StepNote())
+                self.session.counts.sent_to_standbys += have - start
                 self.followers[asker] = have
 
     def _give_pages(self, frame: Frame) -> None:
@@ -331,6 +337,7 @@ class Seat:
         body = Pages()
         if found is not None:
             dtype, data = found
+            self.session.counts.pages_given += frame.end - frame.start
             body = Pages(dtype, data, digest(dtype, data), name_at(self.names, frame.end))
         answer = Frame(
             type=FrameType.PAGES, hop=frame.hop, start=frame.start, end=frame.end, epoch=frame.epoch, body=body
@@ -343,6 +350,7 @@ class Seat:
             return
         start = max(self.position, self.asked_to)
         self.asked_to = upto
+        self.session.counts.gaps += 1
         gap = Frame(type=FrameType.GAP, hop=self.hop, start=start, end=upto, epoch=self.session.epoch)
         self.session.send(self.session.before(self.hop), gap)
 

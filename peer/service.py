@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from peer.blocks import Blocks
 from peer.cache import CacheBudget, SeatCache
 from peer.capacity import Speed
+from peer.counts import Passes
 from peer.effects import Prepare, Reach, Run, Sender, SessionLimits, ToLink, ToPeer
 from peer.executor import Executor, Pass, PassItem
 from peer.scheduler import Scheduler
@@ -78,9 +80,10 @@ class _Done:
 class _Batch:
     """The works of one pass, from the queue to their end."""
 
-    def __init__(self, works: list[Work], begun: float):
+    def __init__(self, works: list[Work], begun: float, passes: Passes):
         self.done = [_Done(work) for work in works]
         self.begun = begun
+        self.passes = passes  # those of its kind
         self.running: list[_Done] = []  # those whose rows could be read
         self.items: list[PassItem] = []  # theirs
         self.packed: Pass | None = None
@@ -153,6 +156,16 @@ class Service:
     def sessions(self) -> int:
         """That are used now."""
         return self.table.needed(time.monotonic(), QUIET_S)
+
+    @property
+    def waiting(self) -> int:
+        """Steps that wait for a pass."""
+        return len(self._scheduler)
+
+    @property
+    def links(self) -> Collection[Link]:
+        """All that are open."""
+        return self._links
 
     @property
     def free_cache_bytes(self) -> int:
@@ -341,16 +354,17 @@ class Service:
 
     async def _turn(self) -> bool:
         """Whether there was anything to do."""
+        counts = self.table.counts
         self._hurry()
         steps = self._with_room(self._scheduler.next_decode(self._decode_share()))
         if steps:
-            batch = _Batch(steps, time.monotonic())
+            batch = _Batch(steps, time.monotonic(), counts.decode)
             await self._thread.run(self._advance, batch, math.inf)
             self._decode_pass_s += SMOOTHING * (batch.seconds - self._decode_pass_s)
             self._finish(batch)
         if self._prefill is None:
             chunks = self._with_room(self._scheduler.next_prefill())
-            self._prefill = _Batch(chunks, time.monotonic()) if chunks else None
+            self._prefill = _Batch(chunks, time.monotonic(), counts.prefill) if chunks else None
         if self._prefill is not None:
             # Without a share of its own, prefill would never end while many sessions decode.
             least_s = PREFILL_SHARE * self._decode_pass_s if steps else 0.0
@@ -362,7 +376,7 @@ class Service:
             return True
         if self._background is None:
             works = self._with_room(self._scheduler.next_background())
-            self._background = _Batch(works, time.monotonic()) if works else None
+            self._background = _Batch(works, time.monotonic(), counts.standby) if works else None
         if self._background is None:
             return False
         if await self._thread.run(self._advance, self._background, 0.0):
@@ -469,6 +483,7 @@ class Service:
     def _finish(self, batch: _Batch) -> None:
         self.passes += 1
         self._learn(batch)
+        self._count(batch)
         now = time.monotonic()
         for entry in batch.done:
             work = entry.work
@@ -479,6 +494,19 @@ class Service:
                 log.warning("session %s: %s", work.seat.session.id.hex()[:8], entry.problem.message)
                 self.table.failed(work, entry.problem, now)
             self._act()
+
+    @staticmethod
+    def _count(batch: _Batch) -> None:
+        passes, rows = batch.passes, 0
+        for entry in batch.done:
+            if entry.problem is None:
+                work = entry.work
+                rows += work.end - work.start
+                passes.queue_s.add(max(0.0, batch.begun - work.arrived))
+                passes.compute_s.add(batch.seconds)
+        passes.busy_s += batch.seconds
+        if rows:
+            passes.rows.add(rows)
 
     def _learn(self, batch: _Batch) -> None:
         works = [entry.work for entry in batch.done]

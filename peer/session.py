@@ -25,6 +25,7 @@ class PeerSession:
 
     def __init__(self, table: SessionTable, session_id: bytes, client_id: PeerId):
         self.table, self.id, self.client_id = table, session_id, client_id
+        self.counts = table.counts
         self.client: Hashable = None  # the link that carried the newest OPEN; None: gone
         self.epoch, self.nonce = -1, b""
         self.route: tuple[OpenHop, ...] = ()

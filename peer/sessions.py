@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
+from peer.counts import Counts
 from peer.effects import ANSWERS, Effect, Sender, SessionLimits, ToLink
 from peer.prefixes import Donor, Prefixes
 from peer.seats import CLIENT_PLACE, Seat, SeatStore, Work
@@ -41,6 +42,7 @@ class SessionTable:
         self.effects: list[Effect] = []
         self.prefixes = Prefixes(self.limits.kept_s)
         self.leaving = False
+        self.counts = Counts()
         self._early: dict[Hashable, list[tuple[float, Frame, Sender]]] = {}
 
     def take_effects(self) -> list[Effect]:
@@ -84,11 +86,13 @@ class SessionTable:
         if session is not None:
             held = min((seat.position for seat in session.seats.values()), default=0)
         if (self.leaving and session is None) or not self.admit(layers, max(0, count(body.names) - held)):
+            self.counts.sessions_refused += 1
             busy = Busy(self.limits.retry_after_ms)
             self._answer(frame, sender.link, Frame(type=FrameType.BUSY, body=busy))
             return
         if session is None:
             session = self.sessions[frame.session] = PeerSession(self, frame.session, sender.peer_id)
+            self.counts.sessions_opened += 1
         elif session.client is not None and session.client != sender.link and session.nonce != body.nonce:
             # Another driver takes over: the one before learns it and stops.
             newest = Frame(type=FrameType.STALE, epoch=frame.epoch, body=Stale(frame.epoch, body.nonce))
@@ -145,6 +149,7 @@ class SessionTable:
     def leave(self, now: float) -> None:
         """This peer is to end soon: the clients of its sessions move them elsewhere meanwhile."""
         self.now, self.leaving = now, True
+        self.counts.hand_overs += len(self.sessions)
         for session in self.sessions.values():
             session.to_client(Frame(type=FrameType.LEAVING, epoch=session.epoch))
 
@@ -172,6 +177,7 @@ class SessionTable:
         del self.sessions[session.id]
 
     def refuse(self, frame: Frame, sender: Sender, why: str) -> None:
+        self.counts.frames_refused += 1
         problem = Problem("refused", why)
         self._answer(frame, sender.link, Frame(type=FrameType.ERROR, hop=frame.hop, body=problem))
 
@@ -214,6 +220,7 @@ class SessionTable:
 
     def failed(self, work: Work, problem: Problem, now: float) -> None:
         self.now = now
+        self.counts.steps_refused[problem.kind] += 1
         session = work.seat.session
         if work.frame.epoch == session.epoch:
             if problem.kind == "busy":
@@ -303,7 +310,7 @@ class SessionTable:
         then the longest idle.
         They heal by the gap rule when they speak again."""
         while not enough() and self.prefixes.drop_oldest():
-            pass
+            self.counts.prefixes_evicted += 1
         seats = [
             (not (session.abandoned or seat.stands_by), session.heard_at, seat)
             for session in self.sessions.values()
@@ -319,6 +326,7 @@ class SessionTable:
             if enough():
                 return True
             seat.evict()
+            self.counts.seats_evicted += 1
         return enough()
 
 

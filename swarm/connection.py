@@ -45,11 +45,20 @@ class _Outgoing:
         return length
 
 
+class Traffic:
+    """Frames and bytes so far, of all connections of a process: headers too, without TLS and handshakes."""
+
+    __slots__ = ("bytes_in", "bytes_out", "frames_in", "frames_out")
+
+    def __init__(self) -> None:
+        self.bytes_in = self.bytes_out = self.frames_in = self.frames_out = 0
+
+
 class Connection:
     """Both directions of one connection, after its handshake."""
 
-    def __init__(self, limits: Limits | None = None):
-        self._limits = limits or Limits()
+    def __init__(self, limits: Limits | None = None, traffic: Traffic | None = None):
+        self._limits, self._traffic = limits or Limits(), traffic or Traffic()
         self._lanes: dict[bytes, deque[_Outgoing]] = {}  # by session; none of them is ever empty
         self._urgent: deque[bytes] = deque()  # sessions whose next frame is small
         self._waiting: deque[bytes] = deque()  # sessions whose next frame is bulk, not begun
@@ -77,6 +86,7 @@ class Connection:
         """
         out = _Outgoing(frame, self._limits)
         self._queued += len(out.whole) or out.size
+        self._traffic.frames_out += 1
         lane = self._lanes.get(frame.session)
         if lane is not None:
             lane.append(out)
@@ -99,6 +109,7 @@ class Connection:
             else:
                 break
             self._queued -= taken
+            self._traffic.bytes_out += taken
             max_bytes -= taken
         return pieces
 
@@ -111,6 +122,7 @@ class Connection:
             session = self._begun.popleft()
         lane = self._lanes[session]
         taken = lane[0].take_part(self._limits.fragment_bytes, pieces)
+        self._traffic.bytes_out += HEADER_BYTES
         if lane[0].size:
             self._begun.append(session)
         else:
@@ -157,6 +169,8 @@ class Connection:
             view.release()
         if rest is not None:
             self._tail = rest
+        self._traffic.bytes_in += len(data)
+        self._traffic.frames_in += len(frames)
         return frames
 
     def _parse(self, view: memoryview, frames: list[Frame]) -> int:

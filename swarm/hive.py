@@ -72,6 +72,7 @@ class Hive:
         self.peer_id: PeerId = recipe.identity.peer_id
         self.record_policy = record_policy
         self.on_restart: list[Callable[[], Awaitable[None]]] = []
+        self.restarts = 0  # of p2pd
         self._recipe = recipe
         self._bootstrap = bootstrap
         self._known: Targets = {}
@@ -353,6 +354,7 @@ class Hive:
             if successor is None:
                 return
             self._life = life = successor
+            self.restarts += 1
             self._up.set()
             for callback in list(self.on_restart):
                 try:

@@ -17,7 +17,7 @@ from typing import Protocol
 from routing.errors import BadInput, ProtocolError, TimedOut
 from routing.types import PeerId
 from swarm.channel import Channel
-from swarm.connection import Connection
+from swarm.connection import Connection, Traffic
 from swarm.frames import NO_SESSION, Frame, FrameType, Ping, Pong
 from swarm.wire import Limits
 
@@ -170,6 +170,7 @@ class Link:
         instance: bytes,
         channel: Channel,
         limits: Limits,
+        traffic: Traffic,
         heartbeat: Heartbeat,
         handler: LinkHandler,
         forget: Callable[[Link], None],
@@ -184,7 +185,7 @@ class Link:
         self.closed = False
         self._loop = asyncio.get_running_loop()
         self._channel, self._handler = channel, handler
-        self._connection = Connection(limits)
+        self._connection = Connection(limits, traffic)
         self._heartbeat = heartbeat
         self._silence: Silence | None = None
         self._forget, self._watch, self._active = forget, watch, active

@@ -19,6 +19,7 @@ from typing import Any
 from routing.errors import BadInput, PortInUse, ProtocolError, StartError, Unreachable
 from routing.types import PeerId
 from swarm.channel import Channel, StreamCarrier, StreamChannel, TlsChannel, format_address
+from swarm.connection import Traffic
 from swarm.dialling import PROTOCOL, Dial, DialContext
 from swarm.greeting import Inbound, Outbound
 from swarm.handshake import (
@@ -68,6 +69,7 @@ class Endpoint:
         if role not in ROLES:
             raise BadInput(f"{role!r} is not a role; there are {' and '.join(ROLES)}")
         self.peer_id = identity.peer_id
+        self.traffic = Traffic()  # of all links, also of those that have ended
         self._identity, self._role, self._handler = identity, role, handler
         self._limits, self._heartbeat = limits or Limits(), heartbeat or Heartbeat()
         self._admission = admission or Admission()
@@ -303,6 +305,7 @@ class Endpoint:
             instance=instance,
             channel=channel,
             limits=self._limits,
+            traffic=self.traffic,
             heartbeat=self._heartbeat,
             handler=self._handler,
             forget=self._forget,

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from routing.errors import ProtocolError
-from swarm.connection import Connection
+from swarm.connection import Connection, Traffic
 from swarm.frames import Codec, Frame, FrameType, Lost, Ping, StepNote
 from swarm.wire import HEADER_BYTES, Limits
 from tests.session.virtual import simulate
@@ -75,6 +75,22 @@ def test_any_split_of_the_stream_gives_the_same_frames_in_order_of_their_session
         mine = [frame for frame in sent if frame.session == number]
         assert [frame for frame in got if frame.session == number] == mine
     assert len(got) == len(sent)
+
+
+@given(st.lists(st.lists(frames, max_size=4), max_size=4))
+def test_all_connections_of_a_process_are_counted_together(sent):
+    """Each list goes over a connection of its own; large frames in parts, each with a header."""
+    here, there, nbytes = Traffic(), Traffic(), 0
+    for some in sent:
+        sender, receiver = Connection(SMALL, here), Connection(SMALL, there)
+        for frame in some:
+            sender.send(frame)
+        data = drain(sender)
+        receiver.receive_data(data)
+        nbytes += len(data)
+    count = sum(map(len, sent))
+    assert (here.frames_out, here.bytes_out, here.frames_in, here.bytes_in) == (count, nbytes, 0, 0)
+    assert (there.frames_in, there.bytes_in, there.frames_out, there.bytes_out) == (count, nbytes, 0, 0)
 
 
 @given(st.data())

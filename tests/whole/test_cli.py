@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -183,9 +184,15 @@ def test_what_serve_refuses(launch, swarm, tiny):
 
 def test_ctrl_c_says_goodbye(command, launch, swarm, tiny):
     """To the whole process group, as a terminal does it: p2pd has to survive it until the goodbye is said."""
-    process = launch("serve", str(tiny), "--blocks", "1:3", "--json", "--host", "127.0.0.1", "--join", swarm.join_code)
+    here = ["--host", "127.0.0.1", "--metrics-port", "0", "--join", swarm.join_code]
+    process = launch("serve", str(tiny), "--blocks", "1:3", "--json", *here)
     assert process.stdout is not None
     serving = json.loads(process.stdout.readline())
+    assert serving["metrics"].startswith("http://127.0.0.1:")
+    with urllib.request.urlopen(serving["metrics"], timeout=PATIENCE_S) as answer:
+        page = answer.read().decode()
+    assert f'blocks="1:3",peer_id="{serving["peer_id"]}"' in page and 'peer_state="serving"} 1.0' in page
+    assert "swarm_peer_record_sequence 1." in page and "swarm_peer_p2pd_restarts_total 0.0" in page
     group = [each for each in psutil.process_iter(["pid"]) if _group_of(each.pid) == process.pid]
     assert len(group) == 1, "p2pd must not get what a terminal sends to the peer"
     os.killpg(process.pid, signal.SIGINT)
