@@ -107,6 +107,7 @@ def generate(
     seed: Seed = None,
     stop: Stop = [],  # noqa: B006  typer's way
     raw: Annotated[bool, typer.Option("--raw", help="continue the text as it is, without the chat template")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="show where the time of the tokens went")] = False,
     system: System = None,
     wait: Wait = 0.0,
     timeout: Timeout = None,
@@ -137,7 +138,7 @@ def generate(
             repetition_penalty=repetition_penalty, seed=seed, stop=tuple(stop), system=system, wait_s=wait,
             timeout_s=timeout, standby=standby, dtype=dtype,
         )  # fmt: skip
-        run_loop(answer(console, asking, text, raw=raw))
+        run_loop(answer(console, asking, text, raw=raw, trace=trace))
 
 
 @app.command(no_args_is_help=True)

@@ -1,25 +1,25 @@
 """Where the time of a session went, as pictures for notebooks.
 
-Owns the division of each token's time among hops, client and recovery, read from `session.traces` and
-`session.recoveries`, and its drawing. Plain functions of that data; knows no network and no clock. matplotlib (the
-extra `notebook`) is imported when the first figure is drawn. Times are in seconds, pictures show milliseconds.
+Owns the drawing of what `timeline.py` reads from `session.traces` and `session.recoveries`. Plain functions of that
+data; knows no network and no clock. matplotlib (the extra `notebook`) is imported when the first figure is drawn.
+Times are in seconds, pictures show milliseconds.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from routing.errors import BadInput, StartError
 from routing.types import Hop, PeerId, Route
 from swarm.figures import hop_times
 from swarm.healing import Recovery
 from swarm.render import HopTimes, milliseconds, short_id
-from swarm.session import HopTrace, StepTrace
+from swarm.session import StepTrace
+from swarm.timeline import TokenTime, legs, token_times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,54 +32,11 @@ CLIENT_COLOUR = "#999999"
 CLIENT_NAME = "client (head, sampling)"
 NETWORK_ALPHA = 0.4
 QUEUE_HATCH = "...."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenTime:
-    """One step of a session: the time since the step before it ended, and where it went.
-
-    The parts add up, unless a peer claims to have taken more than the whole.
-    """
-
-    number: int  # 1 for the first step, which brings the first token
-    tokens: int  # sent in this step: many for a prompt, 1 for each token after it
-    begin_s: float  # monotonic clock
-    total_s: float
-    hops: tuple[tuple[Hop, float], ...]  # queue, compute and network of each
-    recovery_s: float  # a change of route: noticing, finding another, replaying what the new peer had not got
-    client_s: float  # the model's head, sampling, and the caller's own code
-
-    @property
-    def end_s(self) -> float:
-        return self.begin_s + self.total_s
-
-
-def token_times(traces: Sequence[StepTrace], recoveries: Sequence[Recovery] = ()) -> list[TokenTime]:
-    """One entry a step. A step that begins with a prompt counts from when it was sent: what went before it was the
-    caller's time to think."""
-    changes = [recovery.at_s for recovery in recoveries if recovery.before is not None]
-    times: list[TokenTime] = []
-    for number, trace in enumerate(traces, 1):
-        begin = trace.at_s if trace.tokens > 1 or not times else times[-1].end_s
-        total = trace.at_s + trace.total_s - begin
-        disturbed = any(begin < at <= begin + total for at in changes)
-        # What the network is said to have taken of a disturbed step is what nothing else explains: the recovery.
-        hops = tuple((hop.hop, _busy(hop) + (0.0 if disturbed else hop.network_s)) for hop in trace.hops)
-        in_hops = sum(seconds for _, seconds in hops)
-        client = min(trace.at_s - begin, max(0.0, total - in_hops))
-        rest = max(0.0, total - in_hops - client)
-        times.append(
-            TokenTime(
-                number=number,
-                tokens=trace.tokens,
-                begin_s=begin,
-                total_s=total,
-                hops=hops,
-                recovery_s=rest if disturbed else 0.0,
-                client_s=client if disturbed else client + rest,
-            )
-        )
-    return times
+STYLES: dict[str, dict[str, Any]] = {
+    "compute": {},
+    "queue": {"hatch": QUEUE_HATCH, "edgecolor": "white"},
+    "network": {"alpha": NETWORK_ALPHA},
+}
 
 
 def hop_figure(route: Route, traces: Sequence[StepTrace]) -> Figure:
@@ -142,11 +99,47 @@ def token_figure(
     return figure
 
 
+def timeline(
+    traces: Sequence[StepTrace],
+    recoveries: Sequence[Recovery] = (),
+    *,
+    first: int | None = None,
+    count: int = 9,
+) -> Figure:
+    """When each hop queued and computed, and when data was on its way: `count` steps from number `first` on, the client
+    and each hop in a line of its own. Without `first`, the slowest token and those around it.
+
+    Step 1 is the prompt's, which brings the first token. Raises BadInput if there is no such step, StartError without
+    matplotlib.
+    """
+    if count < 1 or (first is not None and first < 1):
+        raise BadInput(f"steps are counted from 1, and at least one is drawn: not {count} from {first} on")
+    times = token_times(traces, recoveries)
+    if first is None:
+        slowest = max((step for step in times if step.tokens == 1), key=lambda step: step.total_s, default=None)
+        first = 1 if slowest is None else max(1, min(slowest.number - count // 2, len(times) - count + 1))
+    shown = times[first - 1 : first - 1 + count]
+    if not shown:
+        raise _nothing()
+    hops = list(dict.fromkeys(hop for step in shown for hop, _ in step.hops))
+    figure, axes = _figure(1.6 + 0.45 * (len(hops) + 1))
+    begin_s = shown[0].begin_s
+    for step in shown:
+        _draw_step(axes, traces[step.number - 1], step, hops, begin_s)
+    axes.set_yticks(range(len(hops) + 1), [CLIENT_NAME, *map(_hop_name, hops)])
+    axes.set_ylim(len(hops) + 0.6, -0.6)
+    axes.set_xlim(0, 1e3 * (shown[-1].end_s - begin_s))
+    axes.set_xlabel("milliseconds")
+    named = f"Steps {first} to {shown[-1].number}" if len(shown) > 1 else f"Step {first}"
+    longest = max(shown, key=lambda step: step.total_s)
+    detail = f"the longest: {longest.number} ({milliseconds(longest.total_s)} ms)" if len(shown) > 1 else ""
+    _title(axes, f"{named}: {milliseconds(shown[-1].end_s - begin_s)} ms", detail)
+    kinds = _kinds(recovery=any(step.recovery_s for step in shown))
+    figure.legend(handles=kinds, loc="outside lower center", ncols=len(kinds), frameon=False)
+    return figure
+
+
 # -- reading ---------------------------------------------------------------------------------------------------
-
-
-def _busy(hop: HopTrace) -> float:
-    return hop.queue_s + hop.compute_s
 
 
 def _is_on(step: TokenTime, route: Route) -> bool:
@@ -217,27 +210,38 @@ def _colours(peers: Iterator[PeerId]) -> dict[PeerId, str]:
     return {peer: PEER_COLOURS[index % len(PEER_COLOURS)] for index, peer in enumerate(dict.fromkeys(peers))}
 
 
+def _draw_step(axes: Axes, trace: StepTrace, step: TokenTime, hops: Sequence[Hop], begin_s: float) -> None:
+    """The client's line is 0, the hops' follow."""
+    colours = _colours(hop.peer_id for hop in hops)
+
+    def bar(row: int, begin: float, end: float, colour: str, **style: Any) -> None:
+        left = 1e3 * (begin - begin_s)
+        axes.barh(row, 1e3 * (end - begin), left=left, height=0.6, color=colour, linewidth=0, **style)
+
+    parts = legs(trace, disturbed=step.disturbed)
+    bar(0, step.begin_s, trace.at_s, CLIENT_COLOUR)
+    if step.disturbed:
+        bar(0, trace.at_s, parts[0].begin_s if parts else step.end_s, RECOVERY_COLOUR, hatch="////", edgecolor="white")
+    for leg in parts:
+        bar(1 + hops.index(leg.hop), leg.begin_s, leg.end_s, colours[leg.hop.peer_id], **STYLES[leg.kind])
+    axes.axvline(1e3 * (step.end_s - begin_s), color="#dddddd", linewidth=0.8, zorder=0)
+
+
 def _hop_bar(axes: Axes, row: int, hop: HopTimes, colour: str) -> None:
     left = 0.0
-    for seconds, style in (
-        (hop.compute_s, {}),
-        (hop.queue_s, {"hatch": QUEUE_HATCH, "edgecolor": "white"}),
-        (hop.network_s, {"alpha": NETWORK_ALPHA}),
-    ):
+    for kind, seconds in (("compute", hop.compute_s), ("queue", hop.queue_s), ("network", hop.network_s)):
         width = 1e3 * (seconds or 0.0)
-        axes.barh(row, width, left=left, height=0.6, color=colour, linewidth=0, **style)
+        axes.barh(row, width, left=left, height=0.6, color=colour, linewidth=0, **STYLES[kind])
         left += width
 
 
-def _kinds() -> list:
+def _kinds(recovery: bool = False) -> list:
     from matplotlib.patches import Patch
 
-    dark = "#444444"
-    return [
-        Patch(facecolor=dark, label="compute"),
-        Patch(facecolor=dark, hatch=QUEUE_HATCH, edgecolor="white", linewidth=0, label="queue"),
-        Patch(facecolor=dark, alpha=NETWORK_ALPHA, linewidth=0, label="network"),
-    ]
+    kinds = [Patch(facecolor="#444444", linewidth=0, label=kind, **style) for kind, style in STYLES.items()]
+    if recovery:
+        kinds.append(Patch(facecolor=RECOVERY_COLOUR, hatch="////", edgecolor="white", linewidth=0, label="recovery"))
+    return kinds
 
 
 def _stack(axes: Axes, times: Sequence[TokenTime]) -> None:

@@ -76,6 +76,11 @@ class Console:
         if not self.as_json:
             self.err.print(harmless(text), style=style, markup=False)
 
+    def detail(self, renderable: Any) -> None:
+        """A table about it."""
+        if not self.as_json:
+            self.err.print(renderable)
+
     @contextmanager
     def progress(self, label: str = "") -> Iterator[Report]:
         """Bars on stderr, gone at the end; nothing where nobody looks. `label` shows that something goes on as long

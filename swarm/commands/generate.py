@@ -11,12 +11,14 @@ from swarm.generation import Token
 from swarm.model import SwarmModel
 from swarm.render import spans_with
 from swarm.terminal import Console
+from swarm.timeline import trace_facts
+from swarm.trace_table import trace_table
 
 NEW_TOKENS = 256
 
 
-async def generate(console: Console, asking: Asking, text: str, *, raw: bool) -> None:
-    """Raises what `SwarmModel` raises."""
+async def generate(console: Console, asking: Asking, text: str, *, raw: bool, trace: bool = False) -> None:
+    """With `trace`, also where the time went. Raises what `SwarmModel` raises."""
     if not text:
         raise BadInput("the prompt is empty", advice="Give some text, or - to read it from standard input.")
     asking.check()
@@ -53,7 +55,11 @@ async def generate(console: Console, asking: Asking, text: str, *, raw: bool) ->
             recoveries=session.recoveries,
         )
     console.note(answer.summary())
-    console.event(answer.facts())
+    facts = answer.facts()
+    if trace:
+        console.detail(trace_table(answer.traces, answer.recoveries))
+        facts["trace"] = trace_facts(answer.traces, answer.recoveries)
+    console.event(facts)
 
 
 async def _missing(model: SwarmModel) -> str:

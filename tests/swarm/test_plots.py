@@ -13,8 +13,9 @@ from routing.errors import BadInput, StartError
 from routing.types import Hop, Route
 from swarm import plots
 from swarm.healing import Recovery
-from swarm.plots import hop_figure, token_figure, token_times
+from swarm.plots import CLIENT_NAME, hop_figure, timeline, token_figure
 from swarm.session import HopTrace, StepTrace
+from swarm.timeline import token_times
 
 A, B, C = "12D3KooWAbcdefXy3Qz1", "12D3KooWAbcdefPq77Lm", "12D3KooWAbcdefRr5Tt9"
 BEFORE = Route((Hop(A, 0, 15), Hop(B, 15, 30)))
@@ -185,10 +186,57 @@ def test_an_undisturbed_answer_shows_no_recovery():
     assert not any("new route" in text for text in words(figure))
 
 
+def drawn(figure) -> dict[str, list[tuple[float, float]]]:
+    """Begin and end of the bars in each line, milliseconds; bars of no length left out."""
+    axes = figure.axes[0]
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    lines: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for bar in (bar for bars in axes.containers for bar in bars):
+        if bar.get_width() > 1e-6:
+            line = names[round(bar.get_y() + bar.get_height() / 2)]
+            lines[line].append((bar.get_x(), bar.get_x() + bar.get_width()))
+    return lines
+
+
+def test_timeline_draws_when_each_hop_did_what():
+    traces, recoveries, _ = answer(9)
+    figure = timeline(traces, recoveries, first=3, count=2)
+    lines = drawn(figure)
+    client, a, b = CLIENT_NAME, "Xy3Qz1, blocks 0:15", "Pq77Lm, blocks 15:30"
+    assert list(lines) == [client, a, b]
+    assert lines[client] == [pytest.approx((0, 8)), pytest.approx((50, 58))]
+    assert lines[a][:3] == [pytest.approx((8, 10)), pytest.approx((10, 11)), pytest.approx((11, 29))]
+    # The way from hop to hop took no time that is known; the last hop's 2 ms were the way back.
+    assert lines[b][:3] == [pytest.approx((29, 30)), pytest.approx((30, 48)), pytest.approx((48, 50))]
+    assert [pytest.approx((x + 50, y + 50)) for x, y in lines[a][:3]] == lines[a][3:]
+    assert figure.axes[0].get_xlim() == pytest.approx((0, 100)) and figure.axes[0].get_xlabel() == "milliseconds"
+    assert {"Steps 3 to 4: 100.0 ms", "compute", "queue", "network"} <= set(words(figure))
+
+
+def test_timeline_shows_the_slowest_token_unless_told_otherwise():
+    traces, recoveries, _ = answer(30, killed=12)
+    figure = timeline(traces, recoveries, count=5)
+    assert "Steps 11 to 15: 550 ms" in words(figure) and "the longest: 13 (350 ms)" in words(figure)
+    lines = drawn(figure)
+    recovered = max(lines[CLIENT_NAME], key=lambda bar: bar[1] - bar[0])
+    assert recovered[1] - recovered[0] == pytest.approx(1e3 * (STALL_S + 2 * NETWORK_S))
+    assert lines["Rr5Tt9, blocks 10:30"][0][0] > recovered[1] and "recovery" in words(figure)
+    assert "Steps 26 to 30: 250 ms" in words(timeline(traces[:30], recoveries, first=26, count=5))
+    assert "recovery" not in words(timeline(traces, recoveries, first=26))
+    assert "Step 1: 1,446 ms" in words(timeline(answer(1)[0]))
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 5), (None, 0), (-3, 5)])
+def test_steps_that_cannot_be_counted(first, count):
+    with pytest.raises(BadInput, match="counted from 1"):
+        timeline(answer(3)[0], first=first, count=count)
+
+
 @pytest.mark.parametrize(("count", "killed"), [(3, 1), (48, 1), (48, 20), (48, 24), (48, 47), (200, 110)])
 def test_words_overlap_neither_each_other_nor_the_edge(count, killed):
     traces, recoveries, killed_at = answer(count, killed)
-    for figure in (token_figure(traces, recoveries, {"peer killed": killed_at}), hop_figure(AFTER, traces)):
+    marked = token_figure(traces, recoveries, {"peer killed": killed_at})
+    for figure in (marked, hop_figure(AFTER, traces), timeline(traces, recoveries)):
         figure.draw_without_rendering()
         boxes = {text.get_text(): text.get_window_extent() for text in visible_texts(figure)}
         for (one, a), (other, b) in combinations(boxes.items(), 2):
@@ -211,6 +259,9 @@ def test_nothing_to_draw_is_said_so():
         token_figure(answer(1)[0])  # the prompt alone
     with pytest.raises(BadInput, match="nothing to draw"):
         hop_figure(AFTER, answer(5)[0])
+    for traces, first in (([], None), (answer(5)[0], 6)):
+        with pytest.raises(BadInput, match="nothing to draw"):
+            timeline(traces, first=first)
 
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch):

@@ -113,9 +113,15 @@ def test_generate(command, swarm, tiny, local: Reference, monkeypatch):
     expected = local.generate(ids, max_new_tokens=20, do_sample=False)
     assert shown.code == 0 and shown.out == local.tokenizer.decode(expected, skip_special_tokens=True) + "\n"
     assert len(shown.err.splitlines()) == 1 and f"{len(expected)} tokens at" in shown.err
-    facts = command("generate", str(tiny), "The quick brown", *common, "--json").facts
+    facts = command("generate", str(tiny), "The quick brown", *common, "--json", "--trace").facts
     assert facts["ids"] == expected and facts["recoveries"] == [] and facts["tokens_per_s"] > 0
-    assert {hop["peer"] for hop in facts["route"]} == {peer.peer_id for peer in swarm.peers}
+    peers = {peer.peer_id for peer in swarm.peers}
+    assert {hop["peer"] for hop in facts["route"]} == peers
+    assert [step["tokens"] for step in facts["trace"]] == [len(ids), *[1] * (len(expected) - 1)]
+    assert all({hop["peer"] for hop in step["hops"]} == peers for step in facts["trace"])
+    traced = command("generate", str(tiny), "The quick brown", *common, "--trace")
+    assert traced.out == shown.out and f"The slowest of {len(expected) - 1} tokens" in traced.err
+    assert all(peer[-6:] in traced.err for peer in peers)
 
 
 def test_generate_asks_through_the_chat_template(command, swarm, tiny, local: Reference):
