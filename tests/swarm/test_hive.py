@@ -432,6 +432,7 @@ async def test_calls_fail_at_once_when_p2pd_dies_and_all_is_back_after_its_resta
             assert await first.addresses(30.0) == addresses  # waits for the restart
             assert first.daemon_pid != pid
             await until(lambda deaths=deaths: len(restarts) == deaths)
+            assert first.restarts == deaths
             assert await second.fetch_blob(first.peer_id, "name", 10.0, 100) == b"blob"
             assert await announcer.refresh() == sorted([restarts[-1], other], key=lambda seen: seen.peer_id)
             assert restarts[-1] in await directory(second).refresh()

@@ -18,10 +18,12 @@ from peer.metrics import CONTENT_TYPE, Metrics
 from peer.scrape import MetricsServer
 from routing.types import PeerRecord, PeerState, Span
 from swarm.client import SwarmClient
+from swarm.frames import Frame, FrameType, Lost
 from tests.whole.inprocess import InProcessPeer, InProcessSwarm
 from tests.whole.reference import Reference
 from tests.whole.scenes import SPARED, Text, running, used
 from tests.whole.stand_ins import until
+from tests.whole.test_limits import room_for
 
 CHAIN = ["0:3", "3:6"]
 Figures = Callable[..., float]
@@ -127,7 +129,7 @@ async def test_a_peer_that_leaves_hands_over_sessions_and_pages(
 
 async def test_what_was_refused_and_evicted_for_want_of_room(tiny: Path, local: Reference) -> None:
     async with InProcessSwarm(tiny) as swarm:
-        peer = await swarm.add("0:6", cache_bytes=48 * 4 * (2 * 2 * 16 * 6 + 64))
+        peer = await swarm.add("0:6", cache_bytes=room_for(48))
         async with swarm.model() as model:
             for prompt in ("The first of two texts", "Another one of those texts"):
                 async with model.session() as session:
@@ -143,6 +145,42 @@ async def test_what_was_refused_and_evicted_for_want_of_room(tiny: Path, local: 
             await first.__aexit__()
             await waiting
             assert (await figures(peer))("sessions_refused_total") >= 1
+            await second.__aexit__()
+        await swarm.all_closed()
+
+
+async def test_a_step_without_room_is_refused(tiny: Path, local: Reference) -> None:
+    """A peer that fills up in mid-answer is left."""
+    async with InProcessSwarm(tiny) as swarm:
+        small, _ = await swarm.add("0:6", cache_bytes=room_for(48)), await swarm.add("0:6")
+        swarm.tell(small, decode_s=1e-5)  # the better choice
+        async with swarm.model(standby="none") as model, model.session() as session:
+            await Text(session, local, "A text that is longer than").more(40)
+            assert (await figures(small))("steps_refused_total", reason="busy") == 1
+        await swarm.all_closed()
+
+
+async def test_an_idle_session_makes_room_and_a_frame_for_clients_is_refused(tiny: Path, local: Reference) -> None:
+    async with InProcessSwarm(tiny) as swarm:
+        peer = await swarm.add("0:6", cache_bytes=room_for(48))
+        async with swarm.model() as model:
+            first, second = model.session(), model.session()
+            await Text(first, local, "The first of the two").more(4)
+
+            def grow_old() -> None:
+                for session in peer.service.table.sessions.values():
+                    session.heard_at -= 60
+
+            peer.host.call(grow_old)
+            await Text(second, local, "Another text, for which").more(4)
+            value = await figures(peer)
+            assert value("evictions_total", of="seat") == 1 and value("frames_refused_total") == 0
+            link = model.client.link(peer.peer_id)
+            assert link is not None
+            link.send(Frame(type=FrameType.LOST, session=bytes(16), body=Lost("a", "b", "for clients")))
+            await until(lambda: peer.service.table.counts.frames_refused)
+            assert (await figures(peer))("frames_refused_total") == 1
+            await first.__aexit__()
             await second.__aexit__()
         await swarm.all_closed()
 
