@@ -22,6 +22,8 @@ DECODE_EACH, PREFILL_EACH, LOOK_EACH = 6, 12, 2
 """Peers for a block in each order. Prompts want few hops, which depends less on the single peer. Who is on a route
 already only looks around, often, between two tokens."""
 
+ALONE = 8
+
 _Place = tuple[float, PeerId]
 
 
@@ -54,18 +56,29 @@ class Candidates:
         each = self._each or (usual if request.prefer is None else LOOK_EACH)
         picked: set[PeerId] = set()
         for order in self._orders_of(kind):
-            for places in order.places[: request.n_blocks]:
-                picked.update(self._pick(places, request, now, without, each))
+            for block, places in enumerate(order.places[: request.n_blocks]):
+                # A trusted peer may be wanted for an end alone, which its score does not tell.
+                alone = request.constraints.trusted is not None and block in (0, request.n_blocks - 1)
+                picked.update(self._pick(block, places, request, now, without, each * ALONE if alone else each))
         in_use = request.held if request.prefer is None else request.held | request.prefer.peers
         return picked | (in_use & self._view.records.keys())
 
     def _pick(
-        self, places: list[_Place], request: Request, now: float, without: frozenset[PeerId], each: int
+        self,
+        block: int,
+        places: list[_Place],
+        request: Request,
+        now: float,
+        without: frozenset[PeerId],
+        each: int,
     ) -> Iterator[PeerId]:
         """The cheapest that nothing speaks against, and the cheapest of the others: they may be all that is left."""
         good = bad = 0
+        allows = request.constraints.allows if request.constraints.any else None
         for _, peer_id in places:
             if self._view.records[peer_id].expires_at < now or peer_id in without:
+                continue
+            if allows is not None and not allows(peer_id, block, request.n_blocks):
                 continue
             if peer_id in request.avoid_peers or peer_id in request.penalties:
                 bad += 1

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from routing.constraints import Constraints
 from routing.cost import CLIENT, LONGEST_S, Costs
 from routing.errors import BadInput, NoRoute
 from routing.search import Search
@@ -48,8 +49,8 @@ class Request:
     `avoid_peers` and directed `avoid_edges` (`CLIENT` may be an end) are soft: they are used only when no chain
     exists without them, and then as few as possible, an edge counting as `EDGE_WEIGHT` peers. `penalties` are
     seconds added for each hop on a peer. Peers that are not in `held` compute a context of `context` positions anew,
-    which counts as if it were paid back over `REPAID_OVER` tokens. `prefer`, the route in use, is kept unless another
-    saves more than the share `hysteresis` of its cost.
+    which counts as if it were paid back over `REPAID_OVER` tokens. `constraints` are hard. `prefer`, the route in use,
+    is kept unless another saves more than the share `hysteresis` of its cost.
     """
 
     n_blocks: int
@@ -60,6 +61,7 @@ class Request:
     penalties: Mapping[PeerId, float] = field(default_factory=dict)
     held: frozenset[PeerId] = frozenset()
     context: int = 0
+    constraints: Constraints = field(default_factory=Constraints)
     prefer: Route | None = None
     hysteresis: float = 0.1
 
@@ -144,7 +146,8 @@ def plan(view: View, costs: Costs, request: Request, now: float) -> Plan:
     servers = _servers(view, request, now)
     missing = [block for block, peers in enumerate(servers) if not peers]
     if missing:
-        raise NoRoute(f"nobody serves {_ranges(missing)} of {request.n_blocks} blocks", blocks=missing)
+        who = "no peer that this session allows" if request.constraints.any else "nobody"
+        raise NoRoute(f"{who} serves {_ranges(missing)} of {request.n_blocks} blocks", blocks=missing)
     route, relaxations = _search(view, costs, request, servers)
     best = replace(route_cost(route, view, costs, request), relaxations=relaxations)
     prefer = request.prefer
@@ -289,15 +292,18 @@ def _search(view: View, costs: Costs, request: Request, servers: list[list[PeerI
 def _servers(view: View, request: Request, now: float) -> list[list[PeerId]]:
     """For each block, the peers that may take it, in order of their ids."""
     servers: list[list[PeerId]] = [[] for _ in range(request.n_blocks)]
+    allows = request.constraints.allows if request.constraints.any else None
     for record in view.alive(now, PeerState.SERVING):
         for block in range(record.span.start, min(record.span.end, request.n_blocks)):
-            servers[block].append(record.peer_id)
+            if allows is None or allows(record.peer_id, block, request.n_blocks):
+                servers[block].append(record.peer_id)
     if request.prefer is not None and not all(servers):
         bare = {block for block, peers in enumerate(servers) if not peers}
         for record in view.alive(now, PeerState.DRAINING):
             if record.peer_id in request.prefer.peers:
                 for block in bare.intersection(range(record.span.start, record.span.end)):
-                    servers[block].append(record.peer_id)
+                    if allows is None or allows(record.peer_id, block, request.n_blocks):
+                        servers[block].append(record.peer_id)
     return servers
 
 

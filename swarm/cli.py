@@ -62,6 +62,11 @@ Standby = Annotated[
         help="what a second peer of each hop does, if there is one: keep what the hop is sent, or compute it too",
     ),
 ]
+Only = Annotated[list[str], typer.Option(metavar="PEER", help="use these peers alone; may be repeated")]
+Never = Annotated[list[str], typer.Option(metavar="PEER", help="never use this peer; may be repeated")]
+Trusted = Annotated[
+    list[str], typer.Option(metavar="PEER", help="a peer for the first and last block, no others; may be repeated")
+]
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32 or bfloat16, here and on the wire")]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, nothing else")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="log what happens; show tracebacks")]
@@ -112,6 +117,9 @@ def generate(
     wait: Wait = 0.0,
     timeout: Timeout = None,
     standby: Standby = "inputs",
+    only: Only = [],  # noqa: B006
+    never: Never = [],  # noqa: B006
+    trusted: Trusted = [],  # noqa: B006
     dtype: Dtype = "float32",
     as_json: Json = False,
     verbose: Verbose = False,
@@ -136,7 +144,8 @@ def generate(
         asking = Asking(
             model=model, join=join, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
             repetition_penalty=repetition_penalty, seed=seed, stop=tuple(stop), system=system, wait_s=wait,
-            timeout_s=timeout, standby=standby, dtype=dtype,
+            timeout_s=timeout, standby=standby, only=tuple(only), never=tuple(never), trusted=tuple(trusted),
+            dtype=dtype,
         )  # fmt: skip
         run_loop(answer(console, asking, text, raw=raw, trace=trace))
 
@@ -160,6 +169,9 @@ def chat(
     wait: Wait = 0.0,
     timeout: Timeout = None,
     standby: Standby = "inputs",
+    only: Only = [],  # noqa: B006
+    never: Never = [],  # noqa: B006
+    trusted: Trusted = [],  # noqa: B006
     dtype: Dtype = "float32",
     as_json: Json = False,
     verbose: Verbose = False,
@@ -183,7 +195,8 @@ def chat(
         asking = Asking(
             model=model, join=join, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
             repetition_penalty=repetition_penalty, seed=seed, stop=tuple(stop), system=system, wait_s=wait,
-            timeout_s=timeout, standby=standby, dtype=dtype,
+            timeout_s=timeout, standby=standby, only=tuple(only), never=tuple(never), trusted=tuple(trusted),
+            dtype=dtype,
         )  # fmt: skip
         talk(console, asking, save)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from routing.candidates import Candidates
+from routing.constraints import Constraints
 from routing.cost import CLIENT, Costs, CostSettings
 from routing.errors import BadInput, DaemonFailed, NoRoute, SwarmError, TimedOut, Unreachable, WrongModel
 from routing.explain import Explanation, explain
@@ -375,13 +376,14 @@ class SwarmClient:
         """Whether everybody has fallen silent and nobody refused us: most likely this machine's network is gone."""
         return self._silence and not any(self.link(record.peer_id) for record in self.records())
 
-    def spares(self, hop: Hop, without: Set[PeerId]) -> list[PeerId]:
+    def spares(self, hop: Hop, without: Set[PeerId], constraints: Constraints) -> list[PeerId]:
         """Who could take that hop's place, the fastest for us first."""
         found = []
         without = without | self.leaving
         for record in self.records():
             fits = record.span.start <= hop.entry and hop.exit <= record.span.end
-            if fits and record.state is PeerState.SERVING and record.peer_id not in without:
+            allowed = record.peer_id not in without and constraints.allow_hop(record.peer_id, hop, self.n_blocks)
+            if fits and allowed and record.state is PeerState.SERVING:
                 compute_s = self.costs.block_s(record, 1) * (hop.exit - hop.entry)
                 found.append((compute_s + self.costs.link_s(CLIENT, record.peer_id), record.peer_id))
         return [peer_id for _, peer_id in sorted(found)]

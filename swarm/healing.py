@@ -68,7 +68,7 @@ class Healing:
         self._excluded: frozenset[PeerId] = frozenset()
         self._lost: set[PeerId] = set()  # of the present route
         self._forgot: set[PeerId] = set()  # the same, and alive: they have only lost what they held
-        self._standbys = Standbys(session.client, session.config.standby)
+        self._standbys = Standbys(session.client, session.config.standby, session.config.constraints)
         self._suspects: frozenset[PeerId] = frozenset()  # one of them may be stuck
         self._moved_from: set[PeerId] = set()  # to be let go when the new route has worked
         self._task: asyncio.Task[None] | None = None
@@ -325,7 +325,8 @@ class Healing:
         able: dict[int, list[PeerId]] = {}  # for each hop: who could take its place, by its first block
         for hop in route:
             stand_by = [other.peer_id for other in standby if other.entry == hop.entry]
-            able[hop.entry] = [*stand_by, *self.client.spares(hop, avoided | set(stand_by))][:SPARES]
+            spares = self.client.spares(hop, avoided | set(stand_by), self.config.constraints)
+            able[hop.entry] = [*stand_by, *spares][:SPARES]
         last = {hop.exit: hop for hop in route}  # by the block after its last
         here = {hop.entry: hop.peer_id for hop in route}
         ready = []
@@ -432,6 +433,7 @@ class Healing:
             penalties=penalties,
             held=held,
             context=self.session.position if held else 0,
+            constraints=self.config.constraints,
         )
 
     async def _settle_edges(self) -> None:

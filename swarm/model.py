@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from routing.constraints import Constraints
 from routing.errors import BadInput, TimedOut
 from routing.explain import Explanation
 from routing.types import Hop, PeerId, PeerRecord, Route
@@ -92,6 +93,9 @@ class SwarmModel:
         direct: bool = True,
         share_prefixes: bool = True,
         standby: str = "inputs",
+        only: Iterable[PeerId] | None = None,
+        never: Iterable[PeerId] = (),
+        trusted: Iterable[PeerId] | None = None,
         progress: Progress = silent,
     ) -> SwarmModel:
         """A model of the swarm that `join` names; nothing happens before `async with`.
@@ -104,7 +108,8 @@ class SwarmModel:
         can use it. `standby`: for each hop a second peer, where there is one, is sent what that hop is sent. With
         "inputs" it keeps that, so that after a loss nothing is sent anew; with "warm" it computes it too when it has
         nothing else to do, so that a loss holds up the text for a few round trips however long it is; with "none"
-        there is no such peer.
+        there is no such peer. Peer ids that routes are made of: `only` these, `never` those, and for the first and the
+        last block, which tell most of a text, only `trusted` ones; rather no route (NoRoute) than another.
         Entering raises JoinError, ModelError, DaemonFailed and their kin.
         """
         if dtype not in COMPUTE_DTYPES or (wire is not None and wire not in COMPUTE_DTYPES):
@@ -112,7 +117,16 @@ class SwarmModel:
         codec = lossless_codec(COMPUTE_DTYPES[wire or dtype])
         client = ClientConfig(dtype=COMPUTE_DTYPES[dtype], threads=threads, direct=direct)
         session = SessionConfig(
-            codec=codec, wait_s=wait_s, recovery_s=recovery_s, share_prefixes=share_prefixes, standby=standby
+            codec=codec,
+            wait_s=wait_s,
+            recovery_s=recovery_s,
+            share_prefixes=share_prefixes,
+            standby=standby,
+            constraints=Constraints(
+                only=None if only is None else frozenset(only),
+                never=frozenset(never),
+                trusted=None if trusted is None else frozenset(trusted),
+            ),
         )
         return cls(model, join, client, session, progress)
 

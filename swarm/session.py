@@ -9,11 +9,12 @@ import asyncio
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
+from routing.constraints import Constraints
 from routing.errors import BadInput, ProtocolError, SessionError
 from routing.types import Hop, PeerId, Route
 from swarm.codec import decode_rows, row_bytes
@@ -69,6 +70,7 @@ class SessionConfig:
     connect_s: float = 5.0  # a dial
     deadline_s: float | None = 60.0  # a step without any sign of progress, at most; learned from what steps take
     standby: str = "inputs"  # for each hop a second peer, where there is one: see MODES of `standbys.py`
+    constraints: Constraints = field(default_factory=Constraints)  # which peers may run which blocks
     share_prefixes: bool = True  # with other sessions of this client, also later ones: peers keep what was closed
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence, Set
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from routing.constraints import Constraints
 from routing.cost import CLIENT
 from routing.types import Hop, PeerId, Route
 
@@ -27,9 +28,9 @@ REST_S = 5.0  # before one that failed may stand by again
 class Standbys:
     """Of one session. Time is an argument, on the monotonic clock."""
 
-    def __init__(self, client: SwarmClient, mode: str):
+    def __init__(self, client: SwarmClient, mode: str, constraints: Constraints):
         """`mode`: one of MODES."""
-        self._client, self._mode = client, mode
+        self._client, self._mode, self._constraints = client, mode, constraints
         self._look_at = 0.0
         self._resting: dict[PeerId, float] = {}
         self.targets: dict[tuple[int, int], PeerId] = {}  # of blocks: who is to take them as soon as it is warm
@@ -87,7 +88,7 @@ class Standbys:
             taken = {other.peer_id for other in chosen}
             able = [
                 peer_id
-                for peer_id in self._client.spares(hop, route.peers | excluded)
+                for peer_id in self._client.spares(hop, route.peers | excluded, self._constraints)
                 if self._client.link(peer_id) is not None
                 and self._resting.get(peer_id, 0.0) <= now
                 and (before, peer_id) not in edges

@@ -32,11 +32,15 @@ class Asking:
     wait_s: float = 0.0
     timeout_s: float | None = None
     standby: str = "inputs"
+    only: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
+    trusted: tuple[str, ...] = ()
     dtype: str = "float32"
 
     def connecting(self) -> dict[str, Any]:
         """What `SwarmModel.connect` takes of these, async or not."""
-        return {"join": self.join, "dtype": self.dtype, "wait_s": self.wait_s, "standby": self.standby}
+        limits = {"only": self.only or None, "never": self.never, "trusted": self.trusted or None}
+        return {"join": self.join, "dtype": self.dtype, "wait_s": self.wait_s, "standby": self.standby, **limits}
 
     def settings(self, new_tokens: int) -> dict[str, Any]:
         """Fields of GenerationSettings."""

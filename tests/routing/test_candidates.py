@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from statistics import median
 
 import pytest
 
 from routing.candidates import Candidates
+from routing.constraints import Constraints
 from routing.cost import CLIENT, Costs
 from routing.errors import BadInput, NoRoute
 from routing.planner import Request, plan, route_cost
@@ -108,6 +110,30 @@ def test_a_small_swarm_is_searched_whole_and_excluded_peers_are_not_there() -> N
     both = Candidates(BLOCKS, costs, few=0, each=1).short_view(view, 0.0, REQUEST, replace(REQUEST, tokens=256))
     one = Candidates(BLOCKS, costs, few=0, each=1).short_view(view, 0.0, REQUEST)
     assert both.records.keys() > one.records.keys()
+
+
+def test_constraints_are_kept_by_the_few_too() -> None:
+    ratios = []
+    for seed in range(12):
+        view, costs = crowd(250, BLOCKS, seed, regions=6)
+        free = plan(view, costs, REQUEST, 0.0).route
+        trusted = frozenset(random.Random(seed).sample(sorted(view.records), 170))
+        limited = replace(REQUEST, constraints=Constraints(never=free.peers, trusted=trusted - free.peers))
+        found = plan(Candidates(BLOCKS, costs, few=0).short_view(view, 0.0, limited), costs, limited, 0.0)
+        assert not found.route.peers & free.peers
+        assert {found.route[0].peer_id, found.route[-1].peer_id} <= trusted
+        ratios.append(found.cost_s / plan(view, costs, limited, 0.0).cost_s)
+    assert median(ratios) <= 1.01 and max(ratios) <= 1.15, ratios
+
+
+def test_constraints_that_leave_nobody_are_refused() -> None:
+    for wrong in ({"only": frozenset()}, {"trusted": frozenset("a"), "never": frozenset("a")}):
+        with pytest.raises(BadInput, match="leaves no peer"):
+            Constraints(**wrong)
+    view, costs = crowd(10, BLOCKS, 1)
+    nobody = replace(REQUEST, constraints=Constraints(only=frozenset("x")))
+    with pytest.raises(NoRoute, match=f"no peer that this session allows serves 0:{BLOCKS}"):
+        plan(view, costs, nobody, 0.0)
 
 
 def test_none_at_all_is_refused() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from routing.constraints import Constraints
 from routing.cost import CLIENT, Costs
 from routing.errors import BadInput, NoRoute
 from routing.planner import Plan, Request, Split, plan, route_cost, split_plan
@@ -59,7 +60,14 @@ def as_route(assignment: tuple[str, ...]) -> Route:
 def allowed(view: View, request: Request) -> list[list[str]]:
     result = []
     for block in range(request.n_blocks):
-        alive = [each for each in view.records.values() if each.expires_at >= NOW and block in each.span]
+        alive = [
+            each for each in view.records.values()
+            if each.expires_at >= NOW and block in each.span
+            if each.peer_id not in request.constraints.never
+            if request.constraints.only is None or each.peer_id in request.constraints.only
+            if block not in (0, view.n_blocks - 1) or request.constraints.trusted is None
+            or each.peer_id in request.constraints.trusted
+        ]  # fmt: skip
         serving = [each.peer_id for each in alive if each.state is PeerState.SERVING]
         in_use = {hop.peer_id for hop in request.prefer} if request.prefer else set()
         leftover = [
@@ -133,6 +141,12 @@ def swarms(draw: st.DrawFn, states: list[PeerState]) -> tuple[View, Costs]:
     return view_of(n_blocks, *records), costs
 
 
+some = st.none() | st.frozensets(st.sampled_from(NAMES), min_size=2)
+constraints = st.just(Constraints()) | st.builds(
+    Constraints, only=some, never=st.frozensets(st.sampled_from(NAMES), max_size=1), trusted=some
+)
+
+
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[View, Costs, Request]:
     view, costs = draw(swarms(draw(st.sampled_from([[PeerState.SERVING], list(PeerState)]))))
@@ -154,6 +168,7 @@ def problems(draw: st.DrawFn) -> tuple[View, Costs, Request]:
         penalties=draw(st.dictionaries(st.sampled_from(NAMES), times)),
         held=draw(st.frozensets(st.sampled_from(NAMES))),
         context=draw(st.sampled_from([0, 0, 100])),
+        constraints=draw(constraints),
         prefer=prefer,
         hysteresis=draw(st.sampled_from([0.0, 0.1, 0.5])),
     )

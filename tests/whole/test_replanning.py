@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
+from routing.constraints import Constraints
 from routing.planner import Request
+from swarm.frames import FrameType
+from tests.whole.inprocess import InProcessSwarm
 from tests.whole.reference import Reference
 from tests.whole.scenes import SPARED, Text, drag, running, spare, used
 
@@ -84,3 +90,27 @@ async def test_new_sessions_spread_over_equal_peers_and_go_where_fewer_are(tiny:
         counts = taken()
         assert len(counts) == 3 and crowded not in counts
         assert client.plan(request, crowds=True).route == client.plan(request, crowds=True).route
+
+
+@pytest.mark.parametrize("standby", ["inputs", "warm"])
+async def test_peers_that_a_session_does_not_allow_get_nothing_of_it_whatever_happens(
+    standby: str, tiny: Path, local: Reference
+) -> None:
+    async with InProcessSwarm(tiny, [*SPARED, "0:3", "3:6"]) as swarm:
+        never, stranger = swarm.peers[0], swarm.peers[3]
+        trusted = frozenset(peer.peer_id for peer in swarm.peers if peer not in (never, stranger))
+        limits = Constraints(never=frozenset({never.peer_id}), trusted=trusted)
+        async with swarm.model(constraints=limits, standby=standby) as model, model.session() as session:
+            text = Text(session, local, PROMPT)
+            await text.more(6)
+            lost = used(swarm, session, 1)
+            await asyncio.to_thread(lost.kill)
+            await text.more(6)
+            assert used(swarm, session, 1) not in (lost, stranger)
+            leaving = used(swarm, session, 0)
+            leaving.host.call(lambda: leaving.service.table.leave(time.monotonic()))
+            await text.more(6)
+            for peer in (never, stranger):
+                assert peer.positions(FrameType.STEP) == peer.positions(FrameType.FILL) == 0
+                assert not peer.sessions
+        await swarm.all_closed()
