@@ -246,7 +246,7 @@ class Node:
         budget = CacheBudget(config.cache_bytes or int(CACHE_SHARE * free_memory()))
         self._service = Service(me=peer_id, blocks=blocks, budget=budget, thread=self._thread, speed=speed)
         stack.push_async_callback(self._service.close)
-        endpoint = Endpoint(
+        endpoint = self._endpoint = Endpoint(
             identity=self._identity,
             role="peer",
             handler=self._service,
@@ -303,6 +303,7 @@ class Node:
             queue_s=service.load.queue_s,
             cache_free=self._positions(service.free_cache_bytes),
             cache_total=self._positions(service.budget.limit_bytes),
+            place=place if (place := self._endpoint.coordinates.coordinate).known else None,
         )
 
     def _about(self, bootstrap: tuple[str, ...]) -> About:

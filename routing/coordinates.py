@@ -9,6 +9,8 @@ Pure: round trips and other ends' coordinates come in, nothing goes out.
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from routing.errors import BadInput
@@ -16,6 +18,7 @@ from routing.errors import BadInput
 DIMENSIONS = 3
 LEAST_HEIGHT_S = 1e-5
 LONGEST_S = 10.0  # of a coordinate's place or height: what others claim is not believed beyond
+REPEATED = 8
 _SURE = 0.05  # how fast the error follows in the end (c_e); at first it is the mean of all measurements, about
 _WARM_UP = 4
 _STEP = 0.25  # how far one measurement moves at most (c_c)
@@ -36,6 +39,20 @@ class Coordinate:
         if not (0 <= self.height <= LONGEST_S and 0 <= self.error < math.inf):
             raise BadInput("a coordinate's height and error are finite and not negative")
 
+    @classmethod
+    def parse(cls, numbers: Sequence[float]) -> Coordinate | None:
+        """Of `numbers`; None for what is no coordinate: others' claims are not believed blindly."""
+        try:
+            *place, height, error = numbers
+            return cls(place=tuple(place), height=height, error=error)
+        except (BadInput, ValueError, TypeError):
+            return None
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """As it is told to others: the place's axes, the height, the error."""
+        return (*self.place, self.height, self.error)
+
     @property
     def known(self) -> bool:
         """Whether it has settled enough to be used."""
@@ -52,18 +69,26 @@ class Vivaldi:
     def __init__(self, coordinate: Coordinate | None = None):
         self.coordinate = coordinate or Coordinate()
         self._measured = 0
+        self._last: deque[tuple[Coordinate, float]] = deque(maxlen=REPEATED)
 
     def observe(self, other: Coordinate, rtt_s: float, direction: tuple[float, ...]) -> None:
         """A round trip to an end that says it is at `other`. `direction`: any vector, random for example; two ends at
-        the same place are moved apart along it."""
-        own = self.coordinate
+        the same place are moved apart along it. The last few measurements are taken into account once more: they cost
+        nothing, and a peer that measures every few seconds knows sooner where it is."""
         if not 0 < rtt_s <= LONGEST_S:
             return
+        self._measured += 1
+        for place, seconds in self._last:
+            self._move(place, seconds, direction)
+        self._move(other, rtt_s, direction)
+        self._last.append((other, rtt_s))
+
+    def _move(self, other: Coordinate, rtt_s: float, direction: tuple[float, ...]) -> None:
+        own = self.coordinate
         predicted = own.rtt_s(other)
         weight = own.error / max(own.error + other.error, 1e-9)
         error = abs(predicted - rtt_s) / rtt_s
         pull = _STEP * weight * (rtt_s - predicted)
-        self._measured += 1
         sure = weight * max(_SURE, 1 / (1 + self._measured / _WARM_UP))
         away = [mine - its for mine, its in zip(own.place, other.place, strict=True)]
         if not any(away):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+from routing.coordinates import Coordinate
 from routing.errors import BadInput
 
 PeerId = str
@@ -62,6 +63,7 @@ class PeerRecord:
     queue_s: float = 0.0  # work waiting now
     cache_free: int = 0  # positions that still fit
     cache_total: int = 0
+    place: Coordinate | None = None  # where it is in the network; None: not known
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -191,6 +191,9 @@ class SwarmClient:
         """Read the directory once. Raises TimedOut, DaemonFailed."""
         records = await self._directory.refresh()
         self.view = apply(apply(self.view, Expired(self.dht_time())), RecordsSeen(records))
+        for record in records:
+            if record.place is not None:
+                self.costs.place(record.peer_id, record.place)
 
     async def look_again(self, *, pause_s: float) -> None:
         """Read the directory, after a pause, because a route is wanted and none was found."""
@@ -343,12 +346,15 @@ class SwarmClient:
                     if link is None:
                         link = await self._dial(peer_id, 3.0)
                     self.costs.observe_rtt(CLIENT, peer_id, await link.ping(3.0))
+                    if link.place is not None:
+                        self.costs.place(peer_id, link.place)
                 except (TimedOut, Unreachable) as error:
                     self.health.failed(peer_id, time.monotonic())
                     log.info("%s cannot be reached: %s", peer_id, error)
 
         self.costs.advance(time.monotonic())
         await asyncio.gather(*(measure(peer_id) for peer_id in serving[: self.config.most_probes]))
+        self.costs.place(CLIENT, self._endpoint.coordinates.coordinate)
 
     async def _dial(self, peer_id: PeerId, timeout_s: float) -> Link:
         return await self._endpoint.connect(peer_id, self.addresses(peer_id), timeout_s)

@@ -131,6 +131,7 @@ class Ping(msgspec.Struct, array_like=True, frozen=True):
 class Pong(msgspec.Struct, array_like=True, frozen=True):
     number: int  # of the PING
     sessions: int = 0  # of anybody, that are active where the answer comes from
+    place: tuple[float, ...] = ()  # its network coordinate: three axes, height, error, seconds
 
 
 BODIES: dict[FrameType, type | None] = {

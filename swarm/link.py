@@ -7,6 +7,7 @@ and the judgement of silence. Knows no session and no route; whom to link, and h
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from routing.coordinates import DIMENSIONS, Coordinate, Vivaldi
 from routing.errors import BadInput, ProtocolError, TimedOut
 from routing.types import PeerId
 from swarm.channel import Channel
@@ -176,6 +178,7 @@ class Link:
         forget: Callable[[Link], None],
         watch: Callable[[], None],
         active: Callable[[], int],
+        coordinates: Vivaldi,
     ):
         self.remote, self.role = remote, role
         self.nonce, self.instance = (
@@ -189,6 +192,8 @@ class Link:
         self._heartbeat = heartbeat
         self._silence: Silence | None = None
         self._forget, self._watch, self._active = forget, watch, active
+        self._coordinates = coordinates
+        self.place: Coordinate | None = None  # of the remote, as it says
         self.sessions = 0  # of anybody, that were active at the remote when it last answered a ping
         self._flush_soon = False
         self._next_ping = 0
@@ -308,8 +313,7 @@ class Link:
                     if frame.type is FrameType.PING:
                         self._pong(frame)
                     elif frame.type is FrameType.PONG:
-                        self.sessions = frame.body.sessions
-                        self._answered(frame.body.number)
+                        self._answered(frame.body)
                     else:
                         self._handler.frame_received(self, frame)
         except ProtocolError as error:
@@ -353,13 +357,19 @@ class Link:
 
     def _pong(self, ping: Frame) -> None:
         if self._connection.queued_frames(NO_SESSION) < _MOST_PONGS:
-            self.send(Frame(type=FrameType.PONG, body=Pong(ping.body.number, self._active())))
+            here = self._coordinates.coordinate.numbers
+            self.send(Frame(type=FrameType.PONG, body=Pong(ping.body.number, self._active(), here)))
 
-    def _answered(self, number: int) -> None:
+    def _answered(self, pong: Pong) -> None:
+        number = pong.number
         asked = self._asked.pop(number, None)
         if asked is None:
             return
         rtt_s = time.monotonic() - asked
+        self.sessions, self.place = pong.sessions, Coordinate.parse(pong.place)
+        if self.place is not None:
+            away = tuple(random.gauss(0, 1) for _ in range(DIMENSIONS))
+            self._coordinates.observe(self.place, rtt_s, away)
         self._rtts.append(rtt_s)
         self._smoothed_rtt.add(rtt_s)
         waiter = self._waiters.get(number)

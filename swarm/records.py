@@ -16,6 +16,7 @@ from typing import Annotated
 
 import msgspec
 
+from routing.coordinates import Coordinate
 from routing.errors import BadInput, ProtocolError
 from routing.types import PeerId, PeerRecord, PeerState, Span
 from swarm.identity import Identity, fields, verify
@@ -41,6 +42,7 @@ class _Value(msgspec.Struct, array_like=True, frozen=True):
     queue_us: _Count
     cache_free: _Count
     cache_total: _Count
+    place: Annotated[tuple[int, ...], msgspec.Meta(max_length=16)] = ()  # three axes, height (us), error (1/1000)
 
 
 class _Signed(msgspec.Struct, array_like=True, frozen=True):
@@ -72,19 +74,21 @@ def encode_record(record: PeerRecord, *, identity: Identity, swarm_id: bytes, ke
         raise BadInput(f"a record holds at most {MOST_ADDRESSES} addresses, not {len(record.addresses)}")
     if record.sequence < 0 or not math.isfinite(record.expires_at):
         raise BadInput("a record needs a sequence number of 0 or more and a finite expiry")
-    value = _encode(
-        _Value(
-            start=record.span.start,
-            end=record.span.end,
-            state=record.state,
-            addresses=tuple(_pack_address(address) for address in record.addresses),
-            decode_ns=_scaled(record.decode_s, 1e9),
-            prefill_ns=_scaled(record.prefill_s, 1e9),
-            queue_us=_scaled(record.queue_s, 1e6),
-            cache_free=max(0, record.cache_free),
-            cache_total=max(0, record.cache_total),
-        )
+    claims = _Value(
+        start=record.span.start,
+        end=record.span.end,
+        state=record.state,
+        addresses=tuple(_pack_address(address) for address in record.addresses),
+        decode_ns=_scaled(record.decode_s, 1e9),
+        prefill_ns=_scaled(record.prefill_s, 1e9),
+        queue_us=_scaled(record.queue_s, 1e6),
+        cache_free=max(0, record.cache_free),
+        cache_total=max(0, record.cache_total),
+        place=_pack_place(record.place),
     )
+    value = _encode(claims)
+    if len(value) > VALUE_BYTES:  # addresses matter more
+        value = _encode(msgspec.structs.replace(claims, place=()))
     if len(value) > VALUE_BYTES:
         raise BadInput(f"the record takes {len(value)} bytes of {VALUE_BYTES}; announce fewer addresses")
     expires_at = float(record.expires_at)
@@ -203,6 +207,7 @@ def _record(signed: _Signed, peer_id: PeerId) -> PeerRecord:
             queue_s=value.queue_us / 1e6,
             cache_free=value.cache_free,
             cache_total=value.cache_total,
+            place=_unpack_place(value.place),
         )
     except (msgspec.MsgspecError, BadInput, UnicodeDecodeError) as error:
         raise ProtocolError(f"a damaged record of {peer_id}: {error}") from None
@@ -218,6 +223,21 @@ def _scaled(seconds: float, unit: float) -> int:
     if not 0 <= seconds < 1e6:
         raise BadInput(f"a record cannot hold {seconds} s")
     return round(seconds * unit)
+
+
+def _pack_place(place: Coordinate | None) -> tuple[int, ...]:
+    if place is None:
+        return ()
+    *seconds, error = place.numbers
+    return (*(round(each * 1e6) for each in seconds), round(min(error, 1.0) * 1e3))
+
+
+def _unpack_place(packed: tuple[int, ...]) -> Coordinate | None:
+    """None, too, for what is no coordinate: the rest of the record is as good without."""
+    if not packed:
+        return None
+    *seconds, error = packed
+    return Coordinate.parse([*(each / 1e6 for each in seconds), error / 1e3])
 
 
 def _split_address(address: str) -> tuple[str, int]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from routing.coordinates import Vivaldi
 from routing.errors import BadInput, PortInUse, ProtocolError, StartError, Unreachable
 from routing.types import PeerId
 from swarm.channel import Channel, StreamCarrier, StreamChannel, TlsChannel, format_address
@@ -70,6 +71,7 @@ class Endpoint:
             raise BadInput(f"{role!r} is not a role; there are {' and '.join(ROLES)}")
         self.peer_id = identity.peer_id
         self.traffic = Traffic()  # of all links, also of those that have ended
+        self.coordinates = Vivaldi()  # where this process is, as its pings tell
         self._identity, self._role, self._handler = identity, role, handler
         self._limits, self._heartbeat = limits or Limits(), heartbeat or Heartbeat()
         self._admission = admission or Admission()
@@ -311,6 +313,7 @@ class Endpoint:
             forget=self._forget,
             watch=self._watch,
             active=self._active,
+            coordinates=self.coordinates,
         )
 
     def _establish(self, link: Link, rest: bytes) -> None:

@@ -36,6 +36,7 @@ from swarm.frames import (
 
 VERSION = 1
 MORE = 1  # flag: further parts of this body follow under the same header
+MOST_PLACE = 16  # numbers of a coordinate: a later version may have more
 HEADER_BYTES = 36
 MAX_FRAGMENT = 64 * 1024  # the most bytes of body behind one header; what every receiver accepts
 ITEM_BYTES = {Codec.FP32: 4, Codec.BF16: 2}
@@ -325,7 +326,8 @@ def _check_ping(body: Ping, limits: Limits) -> str:
 
 
 def _check_pong(body: Pong, limits: Limits) -> str:
-    return "" if 0 <= body.number < 2**64 and 0 <= body.sessions < 2**32 else "a number is out of range"
+    fits = 0 <= body.number < 2**64 and 0 <= body.sessions < 2**32 and len(body.place) <= MOST_PLACE
+    return "" if fits else "a number is out of range"
 
 
 def _check_pages(body: Pages, limits: Limits) -> str:

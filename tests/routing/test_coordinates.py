@@ -12,7 +12,7 @@ from routing.coordinates import DIMENSIONS, Coordinate, Vivaldi
 from routing.cost import CLIENT, Costs
 from routing.errors import BadInput
 
-HOSTS, NEIGHBOURS, ROUNDS = 200, 32, 500
+HOSTS, NEIGHBOURS, ROUNDS = 200, 32, 150
 NOISE = 0.05  # of a measurement
 
 

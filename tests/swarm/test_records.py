@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from routing.coordinates import Coordinate
 from routing.errors import BadInput, ProtocolError
 from routing.types import PeerRecord, PeerState, Span
 from swarm.identity import Identity
-from swarm.records import VALUE_BYTES, RecordPolicy, block_key, decode_record, encode_record
+from swarm.records import VALUE_BYTES, RecordPolicy, _unpack_place, block_key, decode_record, encode_record
 
 SWARM = bytes(range(32))
 NOW = 1_800_000_000.0
@@ -86,10 +87,23 @@ def test_the_worst_realistic_record_fits_in_200_bytes():
         queue_s=3600.123456,
         cache_free=2**40,
         cache_total=2**41,
+        place=Coordinate(place=(9.1, -9.2, 9.3), height=9.4, error=0.99),
     )
     assert len(value_of(data)) <= VALUE_BYTES
     # Ten thousand of them with their subkeys under one key stay within hivemind's 4 MiB.
     assert len(data) + len(ALICE.peer_id) + 16 < 4 * 2**20 / 10_000
+
+
+def test_where_a_peer_is_comes_back_to_the_microsecond():
+    place = Coordinate(place=(0.012345, -0.1, 0.0), height=0.003, error=0.25)
+    back = decode_record(signed(place=place), swarm_id=SWARM, key=KEY, subkey=ALICE.peer_id)
+    assert back.place is not None and back.place.numbers == pytest.approx(place.numbers, abs=1e-6)
+    assert decode_record(signed(), swarm_id=SWARM, key=KEY, subkey=ALICE.peer_id).place is None
+
+
+@pytest.mark.parametrize("packed", [(1,), (2**62,) * 5, (0, 0, 0, -1, 1), (0, 0, 0, 1, -1), (1,) * 9])
+def test_a_place_that_is_none_spoils_no_record(packed):
+    assert _unpack_place(packed) is None
 
 
 def test_a_record_that_would_not_fit_is_refused_by_its_maker():

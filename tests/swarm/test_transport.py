@@ -16,6 +16,7 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
+from routing.coordinates import Coordinate
 from routing.errors import BadInput, PortInUse, TimedOut, Unreachable
 from swarm import dialling
 from swarm.channel import format_address, parse_address
@@ -313,6 +314,36 @@ async def test_clients_that_share_an_id_are_kept_apart():
         await second.until(lambda: second.frames)
         assert {first.frames[0][1].epoch, second.frames[0][1].epoch} == {0, 1}
         assert server.lost == [] and b.link(SMALLER.peer_id) is None
+
+
+class Standing:
+    """Says always that it is at the same place."""
+
+    def __init__(self, *numbers: float):
+        self.coordinate, self.numbers = self, numbers
+
+    def observe(self, *_: Any) -> None:
+        pass
+
+
+async def test_a_ping_tells_where_the_other_is_and_how_much_is_computed_there():
+    async with endpoint(LARGER, Record(), active=lambda: 7) as b, endpoint(SMALLER, Record()) as a:
+        there = Coordinate(place=(0.1, 0.2, 0.3), height=0.01, error=0.1)
+        b.coordinates = Standing(*there.numbers)
+        link = await a.connect(LARGER.peer_id, [await b.listen("127.0.0.1")], 10)
+        before = a.coordinates.coordinate
+        await link.ping(10)
+        assert link.place == there and link.sessions == 7
+        assert a.coordinates.coordinate.rtt_s(there) < before.rtt_s(there), "it has moved there"
+
+
+@pytest.mark.parametrize("place", [(), (1.0,), (float("nan"),) * 5, (0.0, 0.0, 0.0, -1.0, 0.1)])
+async def test_a_place_that_is_none_does_no_harm(place):
+    async with endpoint(LARGER, Record()) as b, endpoint(SMALLER, Record()) as a:
+        b.coordinates = Standing(*place)
+        link = await a.connect(LARGER.peer_id, [await b.listen("127.0.0.1")], 10)
+        assert await link.ping(10) > 0
+        assert link.place is None and a.coordinates.coordinate == Coordinate()
 
 
 async def test_pings_are_answered_by_the_transport():
