@@ -43,6 +43,7 @@ PARTS: dict[str, Part] = {
     "split": wide.split,
     "herd": herd.herd,
     "plans": plans.plans,
+    "guesses": plans.guesses,
     "memory": process.memory,
     "launch": process.launch,
 }

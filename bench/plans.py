@@ -1,23 +1,29 @@
-"""Owns the figures of planning at scale: ten thousand peers, eighty blocks, against the exact optimum."""
+"""Owns the figures of planning: at scale, against the exact optimum, and with what a client can know."""
 
 from __future__ import annotations
 
+import random
 import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 from statistics import median
 
 from bench.figures import Figure
 from bench.setting import Setting
 from routing.candidates import Candidates
-from routing.planner import Plan, Request, plan
-from routing.types import PeerRecord
+from routing.coordinates import Coordinate
+from routing.cost import CLIENT, Costs
+from routing.moving import Mover
+from routing.planner import Plan, Request, plan, route_cost
+from routing.types import PeerRecord, Span
 from routing.view import RecordsSeen, View, apply
-from tests.routing.crowd import crowd
+from tests.routing.crowd import EXPIRES, crowd
 
 PEERS, BLOCKS = 10_000, 80
 REPEATS = 15
+SWARMS, NOISE = 1000, 0.2
 
 
 def plans(setting: Setting) -> list[Figure]:
@@ -51,6 +57,73 @@ def plans(setting: Setting) -> list[Figure]:
         Figure.of_median(f"{words}: its cost over the exact optimum", "", ratios, "every pair of peers searched"),
         Figure.of_median(f"{words}: memory of the view, the costs and the candidates", "MB", [_memory_mb(request)]),
     ]
+
+
+def guesses(setting: Setting) -> list[Figure]:
+    """Small swarms whose links and speeds are other than anybody says. A client probes all peers every five seconds for
+    a minute while a session runs, every measurement noisy; what its route then truly costs, over the best there is."""
+    ratios = [_after_a_minute(random.Random(seed)) for seed in range(SWARMS)]
+    worst = sorted(ratios)[round(0.99 * SWARMS)]
+    words = f"{SWARMS:,} small swarms, a minute of measuring with {100 * NOISE:g} % noise: true cost over the best's"
+    return [
+        Figure.of_median(f"{words}: median", "", ratios, f"99 of 100 below {worst:.3f}"),
+        Figure.of_median(f"{words}: worst", "", [max(ratios)], f"99 of 100 below {worst:.3f}"),
+    ]
+
+
+def _after_a_minute(rng: random.Random) -> float:
+    blocks = 8
+    view, known = crowd(rng.randint(4, 8), blocks, rng.randrange(1 << 30), regions=3)
+    covering = PeerRecord(peer_id="whole", span=Span(0, blocks), decode_s=0.01, expires_at=EXPIRES)
+    view = apply(view, RecordsSeen([covering]))
+    known.place("whole", Coordinate(height=0.05, error=0.1))
+    ends, true = [CLIENT, *view.records], Costs()
+    for a, b in combinations(ends, 2):  # coordinates are right but for what no coordinate can tell
+        true.observe_rtt(a, b, 2 * known.link_s(a, b) * rng.lognormvariate(0, 0.15))
+    true_block = {peer: record.decode_s * rng.lognormvariate(0, NOISE) for peer, record in view.records.items()}
+    true_queue = {peer: record.queue_s * rng.lognormvariate(0, NOISE) for peer, record in view.records.items()}
+    for peer in view.records:
+        true.observe_decode(peer, true_block[peer])
+        true.observe_queue(peer, true_queue[peer])
+    request = Request(n_blocks=blocks)
+
+    def noisy(seconds: float) -> float:
+        return seconds * max(0.1, rng.gauss(1, NOISE))
+
+    mover, route, now, probe_at = Mover(rng), None, 0.0, 0.0
+    while now < 60:
+        known.advance(now)
+        if now >= probe_at:
+            probe_at = now + 5
+            for peer in view.records:
+                known.observe_rtt(CLIENT, peer, noisy(2 * true.link_s(CLIENT, peer)))
+        if route is None:
+            route = plan(view, known, request, 0.0).route
+        elif mover.is_due(now):
+            using = replace(request, prefer=route)
+            found = mover.look(
+                now, lambda margin, using=using: plan(view, known, replace(using, hysteresis=margin), 0.0)
+            )
+            if found is not None:
+                mover.moves(now)
+                mover.rerouted()
+                route = found.route
+        step_s, before = 0.0, None
+        for hop in route:
+            block_s = noisy(true_block[hop.peer_id])
+            known.observe_decode(hop.peer_id, block_s, view.records[hop.peer_id].decode_s)
+            queue_s = noisy(true_queue[hop.peer_id])
+            known.observe_queue(hop.peer_id, queue_s)
+            step_s += queue_s + block_s * (hop.exit - hop.entry)
+            if before is not None:
+                rtt_s = noisy(2 * true.link_s(before, hop.peer_id))
+                known.observe_rtt(before, hop.peer_id, rtt_s)
+                step_s += rtt_s / 2
+            before = hop.peer_id
+        step_s += true.link_s(CLIENT, route[0].peer_id) + true.link_s(route[-1].peer_id, CLIENT)
+        now += step_s
+        mover.step(step_s, now)
+    return route_cost(route, view, true, request).cost_s / plan(view, true, request, 0.0).cost_s
 
 
 def _ms(work: Callable[[], object]) -> float:
