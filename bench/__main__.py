@@ -35,6 +35,7 @@ PARTS: dict[str, Part] = {
     "stall": faults.stall,
     "freeze": faults.freeze,
     "wide": wide.speed,
+    "chosen": wide.chosen,
     "lost": wide.lost,
     "silent": wide.silent,
     "warm": wide.warm,

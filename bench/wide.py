@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from itertools import combinations, count, product
 from statistics import median
 
 from bench.children import Client, as_run
@@ -24,6 +25,8 @@ LEAVE_AFTER = 40  # in which the successor is sent what it needs
 WARM_UP = 40  # tokens in which standbys are sent what is there already
 AFTER_MOST = WARM_UP + 2 * AT + LEAVE_AFTER
 NEAR_MS, PREFILL_TIMES, ANSWER = 2.5, 4.0, 512
+SIX, SIX_DELAYS_MS, SIX_SEED = ("0:15",) * 3 + ("15:30",) * 3, (2.0, 60.0), 5
+LEAST_PAIRS = 9
 ALARMS_S, ALARM_NEW = 3600.0, 256
 LOSS, JITTER_MS = 0.01, 30.0
 
@@ -175,6 +178,35 @@ def split(setting: Setting) -> list[Figure]:
         Figure.of_median(f"{words}: tokens/s over the better chain's", "",
                          [a / b for a, b in zip(rates["both"], best_rate, strict=True)], note),
     ]  # fmt: skip
+
+
+def chosen(setting: Setting) -> list[Figure]:
+    """Six hosts, all as far from one another as chance will have it: the route that is chosen, in turns with the two
+    best of all nine routes as they were measured before."""
+    rng, turns, equal = random.Random(SIX_SEED), count(), []
+    with setting.wide_swarm(SIX, DELAY_MS) as swarm, setting.client(swarm) as client:
+        for a, b in combinations(range(1, 2 + len(SIX)), 2):
+            swarm.lab.link(a, b, delay_ms=rng.uniform(*SIX_DELAYS_MS))
+        everybody = {peer.peer_id for peer in swarm.peers}
+        halves = [[peer.peer_id for peer in some] for some in (swarm.peers[:3], swarm.peers[3:])]
+        routes = [set(pair) for pair in product(*halves)]
+
+        def rate(route: set[str] | None) -> float:
+            prompt = setting.long_prompt(CONTEXT, next(turns))  # another one each time: nobody holds its beginning
+            without = sorted(everybody - route) if route else []
+            run = as_run(client.ask(client.request([prompt], NEW, without=without))["runs"][0])
+            equal.append(run.ids == setting.local.generate(prompt, NEW).ids)
+            return decode_rate(run)
+
+        rate(None)
+        client.wait_for_peers(len(SIX))
+        found = sorted(((rate(route), index) for index, route in enumerate(routes)), reverse=True)
+        best = [routes[index] for _, index in found[:2]]
+        pairs = range(max(LEAST_PAIRS, setting.rounds))
+        shares = [rate(None) / max(rate(route) for route in best) for _ in pairs]
+    spread = f"the nine: {found[-1][0]:.1f} to {found[0][0]:.1f} tokens/s; equal to local: {sum(equal)} of {len(equal)}"
+    words = f"6 hosts, {SIX_DELAYS_MS[0]:g} to {SIX_DELAYS_MS[1]:g} ms one way: tokens/s over the best route's"
+    return [Figure.of_median(words, "", shares, spread)]
 
 
 def alarms(setting: Setting) -> list[Figure]:

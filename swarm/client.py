@@ -329,8 +329,8 @@ class SwarmClient:
                 self.costs.observe_decode(peer_id, hop.compute_s / blocks, claimed_s)
             self.costs.observe_queue(peer_id, hop.queue_s)
             self.health.worked(peer_id, trace.at_s + trace.total_s)
-            if 0 < index < len(trace.hops) - 1 and hop.network_s > 0:
-                self.costs.observe_rtt(trace.hops[index - 1].hop.peer_id, peer_id, 2 * hop.network_s)
+            if hop.from_peer_s > 0:
+                self.costs.observe_rtt(trace.hops[index - 1].hop.peer_id, peer_id, 2 * hop.from_peer_s)
 
     # -- links -----------------------------------------------------------------------------------------------
 

@@ -407,7 +407,7 @@ class Healing:
             shared, route = self.client.warm_route(self.session)
             if route is not None:
                 prompt -= shared
-                request = replace(request, held=route.peers, context=shared, prefer=route)
+                request = replace(request, held=route.peers, context=shared, prefer=route, hysteresis=0.0)
         if not first or self.warm_peers or prompt < LEAST_CHUNK:
             return self.client.plan(request, without=without, spread=self._random if first else None)
         found = self.client.plan_split(request, prompt, EXPECTED_TOKENS, without=without)

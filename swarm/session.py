@@ -42,12 +42,14 @@ RESUMED_EPOCHS = 1 << 16  # above whatever the process before opened after it wa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopTrace:
-    """What one hop took of a step, in seconds. `network_s` is the way to it; the last hop's has the way back too."""
+    """What one hop took of a step, in seconds. `network_s` is the way to it; the last hop's has the way back too.
+    `from_peer_s` is of that the way from the hop before, as that peer measured it; 0: not known, or the first hop."""
 
     hop: Hop
     queue_s: float
     compute_s: float
     network_s: float
+    from_peer_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,6 +329,12 @@ def _trace(
         if index == len(route) - 1:
             network += rest / 2
         hops.append(
-            HopTrace(hop=hop, queue_s=timing.queue_us / 1e6, compute_s=timing.compute_us / 1e6, network_s=network)
+            HopTrace(
+                hop=hop,
+                queue_s=timing.queue_us / 1e6,
+                compute_s=timing.compute_us / 1e6,
+                network_s=network,
+                from_peer_s=between[index - 1] if index else 0.0,
+            )
         )
     return StepTrace(at_s=sent, total_s=now - sent, tokens=tokens, epoch=epoch, hops=tuple(hops))

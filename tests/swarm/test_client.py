@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from routing.cost import CLIENT
+from routing.types import Hop, PeerRecord, Span
 from swarm import client as client_module
 from swarm.checkpoint import open_checkpoint
 from swarm.client import ClientConfig, SwarmClient
 from swarm.families import family_of
 from swarm.frames import Frame, FrameType
 from swarm.joincode import JoinCode
+from swarm.session import HopTrace, StepTrace
 from tests.tiny import make_tiny
 
 PEER = "a peer"
@@ -79,3 +82,16 @@ def test_not_for_ever_and_not_without_bounds(connected: Connected, monkeypatch: 
     monkeypatch.setattr(client_module, "GOODBYE_S", 0.0)
     connected.breaks()
     assert connected.opens().sent == []
+
+
+def test_each_step_tells_what_its_hops_and_the_ways_between_them_take(connected: Connected) -> None:
+    client = connected.client
+    hops = (
+        HopTrace(hop=Hop("a", 0, 2), queue_s=0.01, compute_s=0.02, network_s=0.004),
+        HopTrace(hop=Hop("b", 2, 4), queue_s=0.0, compute_s=0.04, network_s=0.034, from_peer_s=0.03),
+    )
+    client.learn(StepTrace(at_s=1.0, total_s=0.2, tokens=1, epoch=0, hops=hops))
+    costs, stranger = client.costs, PeerRecord(peer_id="b", span=Span(2, 4))
+    assert costs.link_s("a", "b") == pytest.approx(0.03) and not costs.measured(CLIENT, "a")
+    assert costs.block_s(stranger, 1) == pytest.approx(0.02)
+    assert costs.queue_s(stranger) == pytest.approx(costs.settings.hop_s)
