@@ -11,9 +11,9 @@ import ipaddress
 import socket
 import ssl
 
+from routing.reach import NO_WAY, REFUSED, TIMED_OUT
 from swarm.channel import parse_address
 
-REFUSED, TIMED_OUT, NO_WAY = "refused", "timed out", "no way there"
 _NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL)
 
 

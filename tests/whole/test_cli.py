@@ -311,6 +311,22 @@ def test_a_chat_that_is_kept_in_a_file(command, swarm, tiny, tmp_path, monkeypat
     assert shown.code == 2 and "not a saved session" in shown.err
 
 
+def test_a_peer_that_others_cannot_connect_to_tells_its_owner(launch, swarm, tiny):
+    with socket.socket() as closed:  # nobody listens there, and nobody else can take the port
+        closed.bind(("127.0.0.3", 0))
+        address = f"127.0.0.3:{closed.getsockname()[1]}"
+        here = ["--host", "127.0.0.3", "--announce", address]  # another address than the swarm's
+        process = launch("serve", str(tiny), "--blocks", "0:1", "--json", "--join", swarm.join_code, *here)
+        late = threading.Timer(PATIENCE_S, process.kill)
+        late.start()
+        events = [json.loads(process.stdout.readline() or "{}") for _ in range(2)]
+        late.cancel()
+        os.killpg(process.pid, signal.SIGINT)
+        assert finish(process).code == 0
+    assert [event.get("event") for event in events] == ["serving", "unreachable"]
+    assert events[1]["addresses"] == [{"address": address, "reason": "refused"}] and "--announce" in events[1]["advice"]
+
+
 # -- the swarm changes (last: it is not the same afterwards) ----------------------------------------------------------
 
 
