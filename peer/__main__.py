@@ -128,7 +128,7 @@ async def _serve(config, console: Console, until_stdin_closes: bool) -> None:
     if until_stdin_closes:
         loop.add_reader(sys.stdin.fileno(), on_input)
     with console.progress("joining the swarm" if config.join else "beginning a swarm") as progress:
-        node = Node(config, progress)
+        node = Node(config, progress, lambda notice: _tell(notice, console))
         await node.__aenter__()
     started = True
     try:
@@ -150,6 +150,15 @@ async def _serve(config, console: Console, until_stdin_closes: bool) -> None:
         console.say("leaving the swarm")
         await node.__aexit__(None, None, None)
     console.event({"event": "left"})
+
+
+def _tell(notice, console: Console) -> None:
+    """Whether others can connect to this peer, when that is news."""
+    tried = [{"address": address, "reason": reason} for address, reason in notice.tried]
+    facts = {"message": notice.message, "advice": notice.advice, "addresses": tried}
+    with contextlib.suppress(BrokenPipeError):  # nobody reads it any more, and the peer serves on
+        console.event({"event": "reachable" if notice.reachable else "unreachable", **facts})
+        console.note(f"{notice.message}: {notice.advice}" if notice.advice else notice.message, style="")
 
 
 def _announce(serving, model: str, console: Console) -> None:

@@ -18,10 +18,12 @@ from peer.blocks import Blocks, estimated_block_bytes
 from peer.cache import CacheBudget
 from peer.capacity import blocks_that_fit, free_memory, measure
 from peer.config import PeerConfig
+from peer.outside import Outside
 from peer.scrape import MetricsServer
 from peer.service import Service
 from routing.errors import BadInput
 from routing.placement import least_covered_span
+from routing.reach import Notice
 from routing.types import PeerRecord, PeerState, Span
 from routing.view import RecordsSeen, View, apply
 from swarm import manifest as manifests
@@ -39,6 +41,7 @@ from swarm.joincode import JoinCode
 from swarm.p2pd import refuse_taken_port
 from swarm.paths import free_peer_key, held
 from swarm.progress import Progress, silent
+from swarm.reach import Doorbell
 from swarm.records import RecordPolicy
 from swarm.transport import Endpoint
 
@@ -68,8 +71,9 @@ class Serving:
 class Node:
     """`async with Node(config) as node:` serves until it is left."""
 
-    def __init__(self, config: PeerConfig, progress: Progress = silent):
-        self.config, self._progress = config, progress
+    def __init__(self, config: PeerConfig, progress: Progress = silent, tell: Callable[[Notice], None] | None = None):
+        """`tell` is called with what the owner should know of this peer's reachability."""
+        self.config, self._progress, self._tell = config, progress, tell or _nobody
         self._stack = AsyncExitStack()
         self._key_path: Path
         self._identity: Identity
@@ -84,6 +88,7 @@ class Node:
         self._span: Span
         self._service: Service
         self._announcer: Announcer
+        self._outside: Outside
         self._metrics: Metrics | None = None
         self._metrics_url: str | None = None
         self._state = PeerState.JOINING
@@ -108,7 +113,8 @@ class Node:
 
     async def run(self) -> None:
         """Keep the record alive until cancelled. Raises SwarmError if the service fails."""
-        tasks = [asyncio.ensure_future(work) for work in (self._announcer.run(), self._service.watch())]
+        works = self._announcer.run(), self._service.watch(), self._outside.run()
+        tasks = [asyncio.ensure_future(work) for work in works]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -265,6 +271,8 @@ class Node:
         bootstrap = tuple(await hive.addresses())
         about = self._about(bootstrap).to_bytes()
         await hive.serve_blob(ABOUT, lambda: about)
+        await Doorbell(hive, self._directory, self._addresses).serve()
+        self._outside = Outside(hive, self._directory, self._addresses, self._tell)
         self._announcer = Announcer(self._directory, self.record, config.renew_s)
         self._state = PeerState.SERVING
         await self._announcer.announce()
@@ -317,6 +325,10 @@ class Node:
 
     def _positions(self, nbytes: int) -> int:
         return nbytes // self._service.blocks.shape.position_bytes(len(self._span))
+
+
+def _nobody(notice: Notice) -> None:
+    pass
 
 
 class Starting:

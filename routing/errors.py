@@ -86,6 +86,7 @@ class BadJoinCode(JoinError):
 
 class Unreachable(JoinError):
     silent = False  # nothing at all came back: it may as well be our own network
+    why = ""  # the reasons alone, where a peer was dialled: "192.0.2.1:4001: refused"
     advice = "Check that a peer named in the join code is running and that its address can be reached from here."
 
 

@@ -1,4 +1,4 @@
-"""The command line: `swarm serve`, `generate`, `chat`, `status`, `route`, `demo`. Options in, an exit code out.
+"""The command line: `swarm serve`, `generate`, `chat`, `status`, `top`, `route`, `demo`. Options in, an exit code out.
 
 Reads the arguments, the environment and standard input; what a command does is in `commands/`. Nothing slow is
 imported before a command runs, so that --help answers at once.
@@ -205,8 +205,8 @@ def chat(
 def status(join: Join, as_json: Json = False, verbose: Verbose = False) -> None:
     """Show who serves which blocks.
 
-    How fast each peer is, which blocks nobody serves, and a join code that names peers of now. Exit code 0 if all
-    blocks are served, 4 if some are not. Only peers that answer count.
+    How fast each peer is, why one does not serve as it should, which blocks nobody serves, and a join code that names
+    peers of now. Exit code 0 if all blocks are served, 4 if some are not. Only peers that answer count.
 
     \b
     Example:  swarm status --join CODE
@@ -218,6 +218,38 @@ def status(join: Join, as_json: Json = False, verbose: Verbose = False) -> None:
         from swarm.commands.status import status as show
 
         sys.exit(run_loop(show(console, join)))
+
+
+@app.command()
+def top(
+    join: Join,
+    every: Annotated[float, typer.Option("--every", metavar="SECONDS", min=0.1, help="between two looks")] = 2.0,
+    looks: Annotated[
+        int | None, typer.Option("--looks", metavar="N", min=1, help="end after so many; without it at Ctrl-C")
+    ] = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Watch the swarm live.
+
+    Who serves which blocks, what changed since the last look, and how busy each peer is. Ctrl-C leaves. Into a pipe
+    each look is one table, with --json one object on a line. After the last of --looks the exit code is 4 if some
+    blocks are not served.
+
+    \b
+    Example:  swarm top --join CODE
+              swarm top --json --looks 1 --join CODE | jq .changed
+    """
+    console = _console(as_json, verbose)
+    with guarded(console):
+        _check(join)
+        try:
+            from swarm.commands.top import top as show
+
+            code = run_loop(show(console, join, every_s=every, looks=looks))
+        except KeyboardInterrupt:
+            code = 0  # the way to leave it
+        sys.exit(code)
 
 
 @app.command()

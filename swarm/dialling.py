@@ -7,18 +7,17 @@ winner. Knows no other dial and no link: the endpoint says what becomes of the r
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import socket
 import ssl
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from routing.errors import ProtocolError, SwarmError, Unreachable
 from routing.types import PeerId
-from swarm.channel import Channel, Spawn, StreamCarrier, StreamChannel, TlsChannel, parse_address
+from swarm.channel import Channel, Spawn, StreamCarrier, StreamChannel, TlsChannel
 from swarm.greeting import Inbound, Outbound
 from swarm.handshake import Dialling, Verdict, check_certificate, stream_binding, tls_binding
 from swarm.identity import Identity
+from swarm.knock import connected, plainly
 from swarm.link import Link
 
 PROTOCOL = "swarm-frames-1"  # the name of the fallback's streams
@@ -80,7 +79,7 @@ class Dial:
     def fail(self, why: str = "") -> None:
         if not self.found.done():
             reasons = "; ".join([*dict.fromkeys(self.errors), *filter(None, [why])]) or "no address is known"
-            self.found.set_exception(Unreachable(f"{self.peer_id} cannot be reached: {reasons}"))
+            self.found.set_exception(unreachable(self.peer_id, reasons))
             self.found.exception()  # perhaps nobody is left to look at it
         self._end()
 
@@ -185,7 +184,7 @@ class Dial:
                 outbound.begin(channel)
 
         try:
-            raw = await _connected(address)
+            raw = await connected(address)
             self._shaking.add(address)
             await asyncio.get_running_loop().create_connection(
                 lambda: TlsChannel(on_made),
@@ -197,7 +196,7 @@ class Dial:
             )
             await made[0].ready()
         except (OSError, ValueError, SwarmError) as error:
-            return f"{address}: {error}"
+            return f"{address}: {plainly(error)}"
         finally:
             self._shaking.discard(address)
         return made[0]
@@ -215,7 +214,7 @@ class Dial:
             outbound.begin(channel)
             await outbound.ready()
         except (OSError, SwarmError) as error:
-            return f"stream: {error}"
+            return f"stream: {str(error).removeprefix(f'stream {PROTOCOL!r} to {self.peer_id}: ')}"
         return outbound
 
     def _outbound(self, binding: bytes) -> Outbound:
@@ -223,16 +222,7 @@ class Dial:
         return Outbound(machine, lambda outbound: self._context.welcomed(self, outbound))
 
 
-async def _connected(address: str) -> socket.socket:
-    """Raises BadInput, ValueError, OSError. Apart from TLS: who took our connection may just be slow."""
-    host, port = parse_address(address)
-    # Addresses come from others: nobody makes us look up a name.
-    version = ipaddress.ip_address(host).version
-    raw = socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        raw.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(raw, (host, port))
-    except BaseException:
-        raw.close()
-        raise
-    return raw
+def unreachable(peer_id: PeerId, why: str) -> Unreachable:
+    error = Unreachable(f"{peer_id} cannot be reached: {why}")
+    error.why = why
+    return error

@@ -95,7 +95,7 @@ def check_certificate(certificate: bytes, wanted: PeerId) -> None:
     try:
         verify(wanted, SERVER_DOMAIN, _certified(wanted, key), signature)
     except ProtocolError as error:
-        raise ProtocolError(f"another process than {wanted} answered there") from error
+        raise ProtocolError(f"wrong identity: another process than {wanted} answered there") from error
 
 
 def _certified(peer_id: PeerId, key: ec.EllipticCurvePublicKey) -> bytes:

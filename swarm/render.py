@@ -7,7 +7,7 @@ panel). Text from outside is never taken for markup. Times come in seconds and a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -18,18 +18,30 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from routing.condition import Condition, Judgement
 from routing.errors import SwarmError
 from routing.explain import Explanation
 from routing.planner import Plan
 from routing.types import Hop, PeerId, PeerRecord, PeerState, Span
+from swarm.terminal import harmless
 
 NOTHING = "-"  # not known, or none
 TEN = 10  # blocks between the gaps of the coverage bar
-STATE_STYLES = {
-    PeerState.SERVING: "green",
-    PeerState.JOINING: "cyan",
-    PeerState.DRAINING: "yellow",
-    PeerState.LEAVING: "dim",
+CONDITION_STYLES = {
+    Condition.SERVING: "green",
+    Condition.SLOW: "yellow",
+    Condition.FULL: "yellow",
+    Condition.JOINING: "cyan",
+    Condition.DRAINING: "yellow",
+    Condition.LEAVING: "dim",
+    Condition.NO_ANSWER: "red",
+    Condition.EXPIRED: "red",
+}
+_CONDITIONS = {
+    PeerState.SERVING: Condition.SERVING,
+    PeerState.JOINING: Condition.JOINING,
+    PeerState.DRAINING: Condition.DRAINING,
+    PeerState.LEAVING: Condition.LEAVING,
 }
 
 
@@ -96,8 +108,13 @@ def _numbers(table: Table, *headers: str) -> None:
         table.add_column(header, justify="right", no_wrap=True)
 
 
-def status_table(rows: Sequence[PeerRow]) -> RenderableType:
-    """One line a peer, in the order of its blocks."""
+def condition_text(judgement: Judgement) -> Text:
+    return Text(judgement.condition.value, style=CONDITION_STYLES[judgement.condition])
+
+
+def status_table(rows: Sequence[PeerRow], judged: Mapping[PeerId, Judgement] | None = None) -> RenderableType:
+    """One line a peer, in the order of its blocks. `judged` says more than the records do, where it is known."""
+    judged = judged or {}
     if not rows:
         return Text("No peer has announced itself.")
     table = _table()
@@ -106,11 +123,11 @@ def status_table(rows: Sequence[PeerRow]) -> RenderableType:
     _numbers(table, "decode\nms/block", "prefill\nms/block", "queue\nms", "cache free\npositions", "rtt\nms")
     for row in sorted(rows, key=lambda row: (row.record.span, row.record.peer_id)):
         record = row.record
-        state = Text(record.state.name.lower(), style=STATE_STYLES[record.state])
+        state = condition_text(judged.get(record.peer_id) or Judgement(_CONDITIONS[record.state]))
         if row.banned:
             state = Text("avoided", style="red")
-        if not row.reachable:
-            state = Text("no answer", style="red")
+        if not row.reachable and record.peer_id not in judged:
+            state = condition_text(Judgement(Condition.NO_ANSWER))
         free = NOTHING
         if record.cache_total:
             free = f"{record.cache_free:,} ({100 * record.cache_free // record.cache_total}%)"
@@ -125,6 +142,13 @@ def status_table(rows: Sequence[PeerRow]) -> RenderableType:
             milliseconds(row.rtt_s),
         )
     return table
+
+
+def reasons(judged: Mapping[PeerId, Judgement]) -> Iterator[Text]:
+    """A line for each peer that is not simply serving."""
+    for peer_id, judgement in judged.items():
+        if judgement.reason:
+            yield Text.assemble(f"{short_id(peer_id)}: ", condition_text(judgement), f", {harmless(judgement.reason)}")
 
 
 def spans_with(counts: Sequence[int], peers: int) -> list[Span]:

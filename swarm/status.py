@@ -1,7 +1,8 @@
 """The swarm as someone sees it who knows only a join code: no model files, no session.
 
 Joins with a node of its own, reads the directory, and asks each peer whether it answers. A peer that is in the
-directory but does not answer serves nobody here, whatever its record says.
+directory but does not answer serves nobody here, whatever its record says. Owns the links that it asks over: the next
+look uses them again. Decides nothing: what makes a peer slow or full is in `routing/condition.py`.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
+from routing.condition import Judgement, judge
 from routing.errors import DaemonFailed, JoinError, ProtocolError, TimedOut, Unreachable
 from routing.types import PeerId, PeerRecord, PeerState
 from routing.view import RecordsSeen, View, apply
@@ -33,6 +35,7 @@ log = logging.getLogger(__name__)
 ANSWER_S = 4.0
 ASKED_AT_ONCE = 16
 MOST_BOOTSTRAP = 4  # addresses in a join code: it has to stay short enough to be sent around
+EXPIRED_SHOWN_S = 60.0  # who vanished without a goodbye is told for so long after its record has ended
 
 PRESENT = (PeerState.JOINING, PeerState.SERVING, PeerState.DRAINING)
 
@@ -43,6 +46,8 @@ class PeerSeen:
 
     record: PeerRecord
     rtt_s: float | None
+    judgement: Judgement
+    sessions: int | None = None  # of anybody, that are active there, as it said itself just now
 
     @property
     def serves(self) -> bool:
@@ -51,18 +56,25 @@ class PeerSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """`peers`: those that have not left, by their blocks. `join_code` names peers that answered just now."""
+    """`peers`: those that have not said goodbye, by their blocks; also who vanished lately."""
 
     about: About
     peers: tuple[PeerSeen, ...]
     leaving: tuple[PeerRecord, ...]  # said goodbye lately
     coverage: tuple[int, ...]  # peers that serve each block and answered
-    join_code: str
+    join_code: str = ""  # names peers that answered just now; empty if nobody asked for it
 
     @property
     def uncovered(self) -> tuple[int, ...]:
         """Blocks that nobody serves."""
         return tuple(block for block, count in enumerate(self.coverage) if count == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    rtt_s: float | None
+    sessions: int | None = None
+    why: str = ""  # there is none
 
 
 class _Asker:
@@ -79,36 +91,92 @@ class _Asker:
 
 
 async def look(join: JoinCode, *, timeout_s: float = 30.0, progress: Progress = silent) -> Snapshot:
-    """The swarm now. Raises JoinError and its kin, DaemonFailed, TimedOut, ProtocolError."""
-    identity = Identity.generate()
-    async with AsyncExitStack() as stack:
-        hive = await Hive.start(
-            identity=identity,
-            bootstrap=join.bootstrap,
-            host=listen_host(join.bootstrap),
-            record_policy=RecordPolicy(join.fingerprint),
-            client=True,
+    """The swarm now, with a join code of now. Raises JoinError and its kin, DaemonFailed, TimedOut, ProtocolError."""
+    async with Lookout(join, timeout_s=timeout_s, progress=progress) as lookout:
+        snapshot = await lookout.look()
+        return replace(snapshot, join_code=await lookout.join_code(snapshot))
+
+
+class Lookout:
+    """A place from which the swarm can be looked at again and again: one node, and one link to each peer.
+
+    `async with Lookout(join) as lookout: await lookout.look()`. Entering raises JoinError and its kin, DaemonFailed,
+    TimedOut, ProtocolError.
+    """
+
+    def __init__(self, join: JoinCode, *, timeout_s: float = 30.0, progress: Progress = silent):
+        self._join, self._timeout_s, self._progress = join, timeout_s, progress
+        self._stack = AsyncExitStack()
+        self._hive: Hive
+        self._about: About
+        self._directory: Directory
+        self._endpoint: Endpoint
+        self._known: dict[PeerId, PeerRecord] = {}  # of those that have not said goodbye
+
+    async def __aenter__(self) -> Lookout:
+        identity, join = Identity.generate(), self._join
+        async with AsyncExitStack() as stack:
+            self._hive = await Hive.start(
+                identity=identity,
+                bootstrap=join.bootstrap,
+                host=listen_host(join.bootstrap),
+                record_policy=RecordPolicy(join.fingerprint),
+                client=True,
+            )
+            stack.push_async_callback(self._hive.close)
+            self._about = await _about_from_any(self._hive, join, self._timeout_s)
+            self._directory = Directory(self._hive, identity, join.fingerprint, self._about.n_blocks)
+            self._endpoint = Endpoint(identity=identity, role="client", handler=_Asker(), streams=self._hive)
+            await stack.enter_async_context(self._endpoint)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def look(self, answer_s: float = ANSWER_S) -> Snapshot:
+        """The swarm now; each peer has `answer_s` to answer. Raises TimedOut, DaemonFailed if the directory cannot be
+        read."""
+        records = await self._directory.refresh()
+        now = self._hive.dht_time()
+        leaving = tuple(record for record in records if record.state is PeerState.LEAVING)
+        present = self._present(records, now)
+        alive = [record for record in present if record.expires_at >= now]
+        answers = await _ask_all(self._endpoint, alive, answer_s, self._progress)
+        unanswered = {peer_id: answer.why for peer_id, answer in answers.items() if answer.rtt_s is None}
+        judged = judge(present, unanswered, now)
+        seen = [_seen(record, answers.get(record.peer_id), judged[record.peer_id]) for record in present]
+        n_blocks = self._about.n_blocks
+        view = apply(View({}, n_blocks), RecordsSeen([peer.record for peer in seen if peer.rtt_s is not None]))
+        return Snapshot(
+            about=self._about,
+            peers=tuple(sorted(seen, key=lambda peer: (peer.record.span, peer.record.peer_id))),
+            leaving=leaving,
+            coverage=tuple(view.coverage(0.0)),
         )
-        stack.push_async_callback(hive.close)
-        about = await _about_from_any(hive, join, timeout_s)
-        records = await Directory(hive, identity, join.fingerprint, about.n_blocks).refresh()
-        present = [record for record in records if record.state in PRESENT]
-        endpoint = Endpoint(identity=identity, role="client", handler=_Asker(), streams=hive)
-        await stack.enter_async_context(endpoint)
-        rtts = await _ask_all(endpoint, present, progress)
-        answered = [record.peer_id for record in present if rtts[record.peer_id] is not None]
-        bootstrap = await _bootstrap(hive, join, answered)
-    seen = [PeerSeen(record=record, rtt_s=rtts[record.peer_id]) for record in present]
-    view = apply(View({}, about.n_blocks), RecordsSeen([peer.record for peer in seen if peer.rtt_s is not None]))
-    return Snapshot(
-        about=about,
-        peers=tuple(sorted(seen, key=lambda peer: (peer.record.span, peer.record.peer_id))),
-        leaving=tuple(record for record in records if record.state is PeerState.LEAVING),
-        coverage=tuple(view.coverage(0.0)),
-        join_code=JoinCode(
-            bootstrap=bootstrap, fingerprint=join.fingerprint, swarm_key=join.swarm_key, invite=join.invite
-        ).encode(),
-    )
+
+    async def join_code(self, snapshot: Snapshot) -> str:
+        """A code that names peers that answered in `snapshot`."""
+        answered = [peer.record.peer_id for peer in snapshot.peers if peer.rtt_s is not None]
+        bootstrap = await _bootstrap(self._hive, self._join, answered)
+        return replace(self._join, bootstrap=bootstrap).encode()
+
+    def _present(self, records: Sequence[PeerRecord], now: float) -> list[PeerRecord]:
+        """Those of the directory, and those that it gave earlier and that have not said goodbye: a record that one
+        read misses still counts until it ends."""
+        for record in records:
+            if record.state in PRESENT:
+                self._known[record.peer_id] = record
+            else:
+                self._known.pop(record.peer_id, None)
+        for peer_id in [peer_id for peer_id, known in self._known.items() if known.expires_at + EXPIRED_SHOWN_S < now]:
+            del self._known[peer_id]
+        return list(self._known.values())
+
+
+def _seen(record: PeerRecord, answer: _Answer | None, judgement: Judgement) -> PeerSeen:
+    answer = answer or _Answer(None)  # nobody asks a peer whose record has ended
+    return PeerSeen(record=record, rtt_s=answer.rtt_s, sessions=answer.sessions, judgement=judgement)
 
 
 async def _about_from_any(hive: Hive, join: JoinCode, timeout_s: float) -> About:
@@ -127,27 +195,37 @@ async def _about(hive: Hive, peer_id: PeerId, timeout_s: float) -> About:
 
 
 async def _ask_all(
-    endpoint: Endpoint, records: Sequence[PeerRecord], progress: Progress
-) -> dict[PeerId, float | None]:
-    """Round trips in seconds; None of peers that did not answer."""
+    endpoint: Endpoint, records: Sequence[PeerRecord], answer_s: float, progress: Progress
+) -> dict[PeerId, _Answer]:
     limit = asyncio.Semaphore(ASKED_AT_ONCE)
     done = 0
 
-    async def ask(record: PeerRecord) -> float | None:
+    async def ask(record: PeerRecord) -> _Answer:
         nonlocal done
         async with limit:
             try:
-                link = await endpoint.connect(record.peer_id, record.addresses, ANSWER_S)
-                return await link.ping(ANSWER_S)
-            except (Unreachable, TimedOut) as error:
-                log.info("%s does not answer: %s", record.peer_id, error)
-                return None
+                return await _ask(endpoint, record, answer_s)
             finally:
                 done += 1
                 progress("asking peers", done, len(records))
 
     answers = await asyncio.gather(*map(ask, records))
     return {record.peer_id: answer for record, answer in zip(records, answers, strict=True)}
+
+
+async def _ask(endpoint: Endpoint, record: PeerRecord, answer_s: float) -> _Answer:
+    try:
+        link = await endpoint.connect(record.peer_id, record.addresses, answer_s)
+    except Unreachable as error:
+        log.info("%s", error)
+        return _Answer(None, why=error.why or str(error))
+    try:
+        rtt_s = await link.ping(answer_s)
+    except TimedOut as error:
+        log.info("%s does not answer: %s", record.peer_id, error)
+        link.lose("it did not answer a ping")  # the next look dials anew
+        return _Answer(None, why=f"timed out, connected but nothing came within {answer_s:g} s")
+    return _Answer(rtt_s, sessions=link.sessions)
 
 
 async def _bootstrap(hive: Hive, join: JoinCode, answered: Sequence[PeerId]) -> tuple[str, ...]:

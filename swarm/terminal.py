@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console as RichConsole
+from rich.live import Live
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
@@ -63,6 +64,16 @@ class Console:
     def show(self, renderable: Any) -> None:
         if not self.as_json:
             self.out.print(renderable)
+
+    @contextmanager
+    def live(self) -> Iterator[Callable[[Any], None]]:
+        """A picture that the next one replaces; the last one stays. Where no terminal is, each is printed."""
+        if self.as_json or not self.out.is_terminal:
+            yield self.show
+            return
+        # A console of its own: its lines must be cut at the edge, else the picture cannot be drawn over.
+        with Live(console=RichConsole(highlight=False), auto_refresh=False) as picture:
+            yield lambda renderable: picture.update(renderable, refresh=True)
 
     def event(self, facts: dict[str, Any]) -> None:
         """One JSON object on a line."""

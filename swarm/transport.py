@@ -21,7 +21,7 @@ from routing.errors import BadInput, PortInUse, ProtocolError, StartError, Unrea
 from routing.types import PeerId
 from swarm.channel import Channel, StreamCarrier, StreamChannel, TlsChannel, format_address
 from swarm.connection import Traffic
-from swarm.dialling import PROTOCOL, Dial, DialContext
+from swarm.dialling import PROTOCOL, Dial, DialContext, unreachable
 from swarm.greeting import Inbound, Outbound
 from swarm.handshake import (
     INSTANCE_BYTES,
@@ -179,10 +179,10 @@ class Endpoint:
             async with asyncio.timeout(timeout_s):
                 link = await asyncio.shield(dial.found)
         except TimeoutError:
-            why = "; ".join([*dict.fromkeys(dial.errors), f"no answer within {timeout_s:g} s"])
-            unreachable = Unreachable(f"{peer_id} cannot be reached: {why}")
-            unreachable.silent = not dial.errors
-            raise unreachable from None
+            why = "; ".join([*dict.fromkeys(dial.errors), f"timed out, nothing came within {timeout_s:g} s"])
+            failure = unreachable(peer_id, why)
+            failure.silent = not dial.errors
+            raise failure from None
         finally:
             dial.waiters -= 1
             # A hello under way is seen through: the other side may have taken it for good.

@@ -1,11 +1,11 @@
-"""`swarm status`: who serves which blocks, and which blocks nobody serves."""
+"""`swarm status`: who serves which blocks, why a peer does not, and which blocks nobody serves."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from swarm.joincode import JoinCode
-from swarm.render import PeerRow, coverage_bar, spans_with, status_table
+from swarm.render import PeerRow, coverage_bar, reasons, spans_with, status_table
 from swarm.status import PeerSeen, Snapshot, look
 from swarm.terminal import Console
 
@@ -19,7 +19,10 @@ async def status(console: Console, join: str) -> int:
         snapshot = await look(code, progress=progress)
     about = snapshot.about
     console.say(f"{about.model} ({about.family}, {about.n_blocks} blocks)")
-    console.show(status_table([_row(peer) for peer in snapshot.peers]))
+    judged = {peer.record.peer_id: peer.judgement for peer in snapshot.peers}
+    console.show(status_table([_row(peer) for peer in snapshot.peers], judged))
+    for line in reasons(judged):
+        console.show(line)
     console.show(coverage_bar(snapshot.coverage))
     for record in snapshot.leaving:
         console.say(f"{record.peer_id[-6:]} (blocks {record.span}) has just left")
@@ -34,6 +37,10 @@ def _row(peer: PeerSeen) -> PeerRow:
 
 
 def _facts(snapshot: Snapshot) -> dict[str, Any]:
+    return {**snapshot_facts(snapshot), "join_code": snapshot.join_code}
+
+
+def snapshot_facts(snapshot: Snapshot) -> dict[str, Any]:
     """For JSON. Times in milliseconds."""
     about = snapshot.about
     return {
@@ -45,7 +52,6 @@ def _facts(snapshot: Snapshot) -> dict[str, Any]:
         "nobody_serves": [str(span) for span in spans_with(snapshot.coverage, 0)],
         "peers": [_peer_facts(peer) for peer in snapshot.peers],
         "left": [{"peer": record.peer_id, "blocks": str(record.span)} for record in snapshot.leaving],
-        "join_code": snapshot.join_code,
     }
 
 
@@ -55,6 +61,8 @@ def _peer_facts(peer: PeerSeen) -> dict[str, Any]:
         "peer": record.peer_id,
         "blocks": str(record.span),
         "state": record.state.name.lower(),
+        "condition": peer.judgement.condition.value,
+        "reason": peer.judgement.reason or None,
         "answers": peer.rtt_s is not None,
         "rtt_ms": None if peer.rtt_s is None else round(peer.rtt_s * 1e3, 3),
         "decode_ms_per_block": round(record.decode_s * 1e3, 4),
@@ -62,5 +70,6 @@ def _peer_facts(peer: PeerSeen) -> dict[str, Any]:
         "queue_ms": round(record.queue_s * 1e3, 3),
         "cache_free": record.cache_free,
         "cache_total": record.cache_total,
+        "sessions": peer.sessions,
         "addresses": list(record.addresses),
     }

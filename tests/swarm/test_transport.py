@@ -641,8 +641,9 @@ async def test_what_cannot_be_reached_is_named_with_reasons():
     async with endpoint(SMALLER, Record()) as a:
         with pytest.raises(Unreachable, match="no address is known"):
             await a.connect(LARGER.peer_id, [], 10)
-        with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1: "):
+        with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1: ") as caught:
             await a.connect(LARGER.peer_id, ["127.0.0.1:1"], 10)
+        assert caught.value.why == "127.0.0.1:1: refused"
         with pytest.raises(BadInput, match="dial itself"):
             await a.connect(SMALLER.peer_id, [], 10)
         with pytest.raises(BadInput, match="peer id"):

@@ -100,9 +100,21 @@ def test_status(command, swarm):
     assert facts["complete"] and facts["coverage"] == [1, 1, 1, 2, 1, 1] and facts["n_blocks"] == 6
     assert facts["family"] == "llama" and [peer["blocks"] for peer in facts["peers"]] == list(SPANS)
     assert all(peer["answers"] and peer["rtt_ms"] > 0 and peer["cache_free"] for peer in facts["peers"])
+    for peer in facts["peers"]:
+        assert peer["sessions"] == 0 and (peer["reason"] is None) == (peer["condition"] == "serving")
+        assert peer["condition"] in ("serving", "slow")  # other work on this machine may slow one of them down
     # The code of now names both peers, so it still works when either of them is gone.
     named = {address.rpartition("/p2p/")[2] for address in JoinCode.parse(facts["join_code"]).bootstrap}
     assert named == {peer.peer_id for peer in swarm.peers}
+
+
+def test_top_as_json_has_an_object_a_look(command, swarm):
+    shown = command("top", "--json", "--every", "0.1", "--looks", "2", "--join", swarm.join_code)
+    looks = [json.loads(line) for line in shown.out.splitlines()]
+    assert shown.code == 0 and not shown.err and [look["event"] for look in looks] == ["look", "look"]
+    for look in looks:
+        assert all(change["what"] == "state" for change in look["changed"])  # slow, on a busy machine
+        assert look["complete"] and [peer["blocks"] for peer in look["peers"]] == list(SPANS)
 
 
 def test_generate(command, swarm, tiny, local: Reference, monkeypatch):
@@ -274,6 +286,15 @@ def test_a_chat_in_a_terminal(launch, swarm, tiny):
     assert "Traceback" not in typist.screen
 
 
+def test_top_in_a_terminal(launch, swarm):
+    typist = Typist(launch, "top", "--every", "0.2", "--join", swarm.join_code)
+    at = typist.wait_for(swarm.peers[0].peer_id[-6:])
+    typist.wait_for(swarm.peers[0].peer_id[-6:], after=at)  # drawn again
+    typist.press_ctrl_c()
+    assert typist.end() == 0
+    assert "Traceback" not in typist.screen
+
+
 def test_a_chat_that_is_kept_in_a_file(command, swarm, tiny, tmp_path, monkeypatch):
     path = tmp_path / "chat.json"
     once = "chat", str(tiny), "--max-new-tokens", "8", "--join", swarm.join_code, "--save", str(path)
@@ -290,6 +311,22 @@ def test_a_chat_that_is_kept_in_a_file(command, swarm, tiny, tmp_path, monkeypat
     assert shown.code == 2 and "not a saved session" in shown.err
 
 
+def test_a_peer_that_others_cannot_connect_to_tells_its_owner(launch, swarm, tiny):
+    with socket.socket() as closed:  # nobody listens there, and nobody else can take the port
+        closed.bind(("127.0.0.3", 0))
+        address = f"127.0.0.3:{closed.getsockname()[1]}"
+        here = ["--host", "127.0.0.3", "--announce", address]  # another address than the swarm's
+        process = launch("serve", str(tiny), "--blocks", "0:1", "--json", "--join", swarm.join_code, *here)
+        late = threading.Timer(PATIENCE_S, process.kill)
+        late.start()
+        events = [json.loads(process.stdout.readline() or "{}") for _ in range(2)]
+        late.cancel()
+        os.killpg(process.pid, signal.SIGINT)
+        assert finish(process).code == 0
+    assert [event.get("event") for event in events] == ["serving", "unreachable"]
+    assert events[1]["addresses"] == [{"address": address, "reason": "refused"}] and "--announce" in events[1]["advice"]
+
+
 # -- the swarm changes (last: it is not the same afterwards) ----------------------------------------------------------
 
 
@@ -298,6 +335,8 @@ def test_blocks_that_nobody_serves(command, swarm, tiny, local: Reference):
     assert swarm.peers[1].leave() == 0
     shown = command("status", "--join", code)
     assert shown.code == 4 and "Nobody serves 4:6" in shown.out
+    shown = command("top", "--looks", "1", "--join", code)
+    assert shown.code == 4 and "Nobody serves 4:6" in shown.out and "1 of 1 peers serve" in shown.out
     shown = command("generate", str(tiny), "Hi", "--raw", "--join", code)
     assert shown.code == 4 and "4:6" in shown.err and "--wait" in shown.err and not shown.out
     shown = command("generate", str(tiny), "Hi", "--raw", "--join", code, "--wait", "0.5", "--json")
