@@ -6,13 +6,13 @@ how a session moves is its own affair.
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
 from statistics import median
 
 from routing.planner import Plan
+from routing.retry import Rng
 
 LOOK_S, LOOK_AGAIN_S = 2.0, 0.25  # for a cheaper route: usually, and while one seems to be there
 REMEMBERED_S = 600.0  # a move makes the next one harder for so long
@@ -65,7 +65,7 @@ class Mover:
     """Of one session. The running means (a plan is made of them) and the pace must both say that another route is
     better, twice in a row."""
 
-    def __init__(self, rng: random.Random):
+    def __init__(self, rng: Rng):
         self.pace = Pace()
         self._rng = rng
         self._look_at = 0.0

@@ -21,6 +21,7 @@ import torch
 
 from routing.candidates import Candidates
 from routing.cost import CLIENT, Costs, CostSettings
+from routing.crowding import crowd_penalties
 from routing.errors import BadInput, DaemonFailed, NoRoute, SwarmError, TimedOut, Unreachable, WrongModel
 from routing.health import Health
 from routing.planner import CHUNK, Plan, Request, Split, plan, route_cost, split_plan
@@ -53,8 +54,6 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest"
 TICK_S = 0.25
 HOP_S = 0.002  # one more hop on loopback costs about this; a route is not cut up for less
-SPREAD = 0.05  # of what a hop computes: routes that differ by less are as good
-CROWD = 0.1  # of what it computes: by so much, about, each session that is there slows down another one
 MOST_GOODBYES = 64  # CLOSE frames kept for a peer that is not connected now
 GOODBYE_S = 300.0  # after so long, a peer has noticed by itself that nobody speaks
 PROBES_AT_ONCE = 8
@@ -229,14 +228,11 @@ class SwarmClient:
         return plan(view, self.costs, request, now)
 
     def _spread(self, view: View, request: Request, rng: random.Random) -> dict[PeerId, float]:
-        penalties = dict(request.penalties)
-        for peer_id in sorted(view.records):
-            record = view.records[peer_id]
-            compute_s = len(record.span) * self.costs.block_s(record, 1)
+        def sessions(peer_id: PeerId) -> int:
             link = self.link(peer_id)
-            share = rng.uniform(0.0, SPREAD) + CROWD * (link.sessions if link is not None else 0)
-            penalties[peer_id] = penalties.get(peer_id, 0.0) + share * compute_s
-        return penalties
+            return link.sessions if link is not None else 0
+
+        return crowd_penalties(view, self.costs, request, rng, sessions)
 
     def plan_split(
         self, request: Request, prompt: int, tokens: int, *, without: frozenset[PeerId] = frozenset()
