@@ -140,15 +140,17 @@ class _Order:
 
     def add(self, record: PeerRecord, score: float) -> None:
         self._put[record.peer_id] = record.span, score
+        place = score, record.peer_id  # one for all its blocks: a thousand peers have ten thousand entries
         for places in self.places[record.span.start : record.span.end]:
-            insort(places, (score, record.peer_id))
+            insort(places, place)
 
     def remove(self, peer_id: PeerId) -> None:
         put = self._put.pop(peer_id, None)
         if put is not None:
             span, score = put
+            place = score, peer_id
             for places in self.places[span.start : span.end]:
-                del places[bisect_left(places, (score, peer_id))]
+                del places[bisect_left(places, place)]
 
 
 def _differing(before: Mapping[PeerId, PeerRecord], after: Mapping[PeerId, PeerRecord]) -> frozenset[PeerId]:

@@ -1,4 +1,5 @@
-"""The command line: `swarm serve`, `generate`, `chat`, `status`, `top`, `route`, `demo`. Options in, an exit code out.
+"""The command line: `swarm serve`, `generate`, `chat`, `status`, `top`, `route`, `demo`, `simulate`. Options in, an
+exit code out.
 
 Reads the arguments, the environment and standard input; what a command does is in `commands/`. Nothing slow is
 imported before a command runs, so that --help answers at once.
@@ -21,8 +22,9 @@ UsageError: Any = typer.BadParameter.__mro__[1]  # of click, or of typer's own c
 
 EXIT_CODES = """
 Exit codes:
-  0 done | 1 a bug, or the demo's texts differ | 2 bad input | 3 the model cannot be used | 4 blocks that nobody
-  serves | 5 the swarm cannot be joined | 6 this machine cannot do it | 7 the text was broken off | 130 Ctrl-C
+  0 done | 1 a bug, the demo's texts differ, or a simulated answer failed without need | 2 bad input | 3 the model
+  cannot be used | 4 blocks that nobody serves | 5 the swarm cannot be joined | 6 this machine cannot do it | 7 the
+  text was broken off | 130 Ctrl-C
 """
 
 app = typer.Typer(
@@ -299,6 +301,39 @@ def demo(
         from swarm.commands.demo import demo as show
 
         sys.exit(show(console, model, tokens, question))
+
+
+@app.command(no_args_is_help=True)
+def simulate(
+    scenario: Annotated[str, typer.Argument(metavar="SCENARIO", help="a name that --list shows, or a .toml file")] = "",
+    seed: Annotated[int | None, typer.Option(metavar="N", min=0, help="of all that is random")] = None,
+    settings: Annotated[
+        list[str], typer.Option("--set", metavar="KEY=VALUE", help="change a value of the scenario; may be repeated")
+    ] = [],  # noqa: B006  typer's way
+    growth: Annotated[bool, typer.Option("--growth", help="also what a plan costs among 100 to 10,000 peers")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="show the scenarios that come along")] = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """See what routing does in a swarm of thousands, without one.
+
+    Peers join, slow down, leave and die, clients ask and read, all on virtual time; what decides is the code that a
+    real client and a real peer use. The same seed gives the same figures, but for the milliseconds of planning. Exit
+    code 1 if an answer failed although every block had a peer at that moment.
+
+    \b
+    Example:  swarm simulate churn
+              swarm simulate flash --set clients=64 --seed 7
+              swarm simulate small --json | jq .tokens_per_s
+    """
+    console = _console(as_json, verbose)
+    with guarded(console):
+        from swarm.commands import simulate as command
+
+        if listed:
+            command.show_scenarios(console)
+        else:
+            sys.exit(command.simulate(console, scenario, settings, seed, growth))
 
 
 def _check(join: str) -> None:

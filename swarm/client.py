@@ -22,6 +22,7 @@ import torch
 from routing.candidates import Candidates
 from routing.constraints import Constraints
 from routing.cost import CLIENT, Costs, CostSettings
+from routing.crowding import crowd_penalties
 from routing.errors import BadInput, DaemonFailed, NoRoute, SwarmError, TimedOut, Unreachable, WrongModel
 from routing.explain import Explanation, explain
 from routing.health import Health
@@ -55,8 +56,6 @@ log = logging.getLogger(__name__)
 MANIFEST = "manifest"
 TICK_S = 0.25
 HOP_S = 0.002  # one more hop on loopback costs about this; a route is not cut up for less
-SPREAD, SPREAD_S = 0.05, 0.001  # of what a hop computes, and in seconds: routes that differ by less are as good
-CROWD = 0.1  # of what it computes: by so much, about, each session that is there slows down another one
 MOST_GOODBYES = 64  # CLOSE frames kept for a peer that is not connected now
 GOODBYE_S = 300.0  # after so long, a peer has noticed by itself that nobody speaks
 PROBES_AT_ONCE = 8
@@ -239,17 +238,11 @@ class SwarmClient:
         return plan(view, self.costs, request, now)
 
     def _crowded(self, view: View, request: Request, spread: random.Random | None) -> dict[PeerId, float]:
-        """Penalties with those of crowds. A session's own peers were measured with their crowd."""
-        penalties = dict(request.penalties)
-        for peer_id in sorted(view.records.keys() - (request.held if spread is None else frozenset())):
-            record, link = view.records[peer_id], self.link(peer_id)
-            compute_s = len(record.span) * self.costs.block_s(record, 1)
-            more_s = CROWD * link.sessions * compute_s if link is not None else 0.0
-            if spread is not None:
-                more_s += spread.uniform(0.0, SPREAD * compute_s + SPREAD_S)
-            if more_s:
-                penalties[peer_id] = penalties.get(peer_id, 0.0) + more_s
-        return penalties
+        def sessions(peer_id: PeerId) -> int:
+            link = self.link(peer_id)
+            return link.sessions if link is not None else 0
+
+        return crowd_penalties(view, self.costs, request, sessions, spread)
 
     def plan_split(
         self, request: Request, prompt: int, tokens: int, *, without: frozenset[PeerId] = frozenset()

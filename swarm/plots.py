@@ -1,8 +1,8 @@
 """Where the time of a session went, as pictures for notebooks.
 
-Owns the drawing of what `timeline.py` reads from `session.traces` and `session.recoveries`. Plain functions of that
-data; knows no network and no clock. matplotlib (the extra `notebook`) is imported when the first figure is drawn.
-Times are in seconds, pictures show milliseconds.
+Owns the drawing of what `timeline.py` reads from `session.traces` and `session.recoveries`, and of a simulation's
+report. Plain functions of that data; knows no network and no clock. matplotlib (the extra `notebook`) is imported when
+the first figure is drawn. Times are in seconds, pictures show milliseconds.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from routing.errors import BadInput, StartError
+from routing.simulation import Report
 from routing.types import Hop, PeerId, Route
 from swarm.figures import hop_times
 from swarm.healing import Recovery
@@ -136,6 +137,32 @@ def timeline(
     _title(axes, f"{named}: {milliseconds(shown[-1].end_s - begin_s)} ms", detail)
     kinds = _kinds(recovery=any(step.recovery_s for step in shown))
     figure.legend(handles=kinds, loc="outside lower center", ncols=len(kinds), frameon=False)
+    return figure
+
+
+def simulation(report: Report) -> Figure:
+    """Tokens a second over the time of a simulation, and under it the longest stall that ended in each part of it.
+
+    Raises BadInput if no token came, StartError without matplotlib.
+    """
+    if not any(report.tokens_over_time):
+        raise BadInput("no token came in this simulation", advice="Give it more peers, or more time.")
+    figure = _figure_class()(figsize=(9.0, 4.2), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    width = report.seconds / len(report.tokens_over_time)
+    begins = [part * width for part in range(len(report.tokens_over_time))]
+    stalls_ms = [1e3 * seconds for seconds in report.stalls_over_time]
+    for axes, values, colour, label in (
+        (above, report.tokens_over_time, PEER_COLOURS[0], "tokens/s"),
+        (below, stalls_ms, RECOVERY_COLOUR, "longest stall, ms"),
+    ):
+        axes.bar(begins, values, width=0.9 * width, align="edge", color=colour, linewidth=0)
+        axes.set_ylabel(label)
+        axes.spines[["top", "right"]].set_visible(False)
+    below.set_xlim(0, report.seconds)
+    below.set_xlabel("seconds")
+    needless = f"{report.failed_while_covered} of {report.started:,} answers failed while every block had a peer"
+    _title(above, f"{report.name}: {report.tokens_per_s:,.1f} tokens/s", needless)
     return figure
 
 

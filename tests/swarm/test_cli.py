@@ -34,7 +34,7 @@ from swarm.terminal import Console, guarded, harmless
 A, B, C = "12D3KooWAbcdefXy3Qz1", "12D3KooWAbcdefPq77Lm", "12D3KooWAbcdefRr5Tt9"
 PEER = "12D3KooWBYQ2jPVZbqGWGgZqeXrbPJkuCgRJ4qiVk4smg2ELpNjo"
 CODE = JoinCode(bootstrap=(f"/ip4/127.0.0.1/tcp/9/p2p/{PEER}",), fingerprint=bytes(32)).encode()
-COMMANDS = ("serve", "generate", "chat", "status", "top", "route", "demo")
+COMMANDS = ("serve", "generate", "chat", "status", "top", "route", "demo", "simulate")
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +121,12 @@ def bad_model(tmp_path: Path) -> str:
         (("demo", "--tokens", "3"), 2, "UsageError", "64"),
         (("top", "--join", CODE, "--looks", "0"), 2, "UsageError", "1"),
         (("top", "--join", CODE[1:]), 5, "BadJoinCode", "typing error"),
+        (("simulate", "nowhere"), 2, "BadInput", "there are churn, flash"),
+        (("simulate", "./nowhere.toml"), 2, "BadInput", "cannot read ./nowhere.toml"),
+        (("simulate", "small", "--set", "peers=none"), 2, "BadInput", "peers is a number from 1"),
+        (("simulate", "small", "--set", "standby=cold"), 2, "BadInput", "none, inputs, warm"),
+        (("simulate", "small", "--set", "peers"), 2, "BadInput", "key=value"),
+        (("simulate", "small", "--set", "wings=2"), 2, "BadInput", "a scenario has no wings"),
     ],
 )
 @pytest.mark.parametrize("as_json", [False, True])

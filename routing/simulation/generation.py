@@ -1,0 +1,416 @@
+"""One answer of a simulated client, from its question to its last token, through losses, moves and peers that leave.
+
+Owns what `swarm/healing.py` and `swarm/session.py` own of a session, on virtual time: the search for a route, standbys,
+looks for a cheaper route, peers that leave or die. Which route, and whether to move, say the real `plan`, `Mover` and
+`Health`. How long a dial or a replay takes is in `delays.py`.
+
+Tokens are not events: between two things that concern the route (a load, a loss, a look) they come evenly, and only
+their number is kept. What a client measures of them is noisy; how long they take on average is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from routing.errors import NoRoute
+from routing.moving import LOOK_AGAIN_S, Mover
+from routing.planner import Plan, Request, Split
+from routing.simulation.client import Client
+from routing.simulation.delays import catch_up_s, dial
+from routing.types import Hop, PeerId, Route
+
+if TYPE_CHECKING:
+    from routing.simulation.world import Peer
+
+LONG_PROMPT = 64  # a prompt of so many tokens and its answer may take different chains
+LOOK_EVERY_S = 0.2  # at the directory, while no route is found
+TOKENS_OF_STALL = 4  # a move may hold the text up for what it saves over so many tokens; else it is made ready first
+MEASURED = 5  # steps at most of one look that are told to the measurements one by one
+WATCHED = 6  # steps that are looked at one by one when their time has changed
+CHANGED = 0.2  # by so much, relative
+STANDBY_AGAIN_S = 2.0
+
+
+class Generation:
+    """Mutable. `version` counts what made earlier plans of events void."""
+
+    def __init__(self, client: Client, prompt: int, answer: int, ended: Callable[[], None]):
+        self.client, self.world, self.agenda = client, client.world, client.world.agenda
+        self.scenario, self.tally = client.world.scenario, client.world.tally
+        self.prompt, self.answer, self._ended = prompt, answer, ended
+        self.begun = self.agenda.now
+        self.first_at: float | None = None  # the first token
+        self.done = 0.0  # tokens
+        self.route: Route | None = None
+        self.standbys: dict[Hop, PeerId] = {}
+        self.running = self.over = False
+        self.step_s = math.inf
+        self._avoid: set[PeerId] = set()
+        self._failed: frozenset[PeerId] = frozenset()
+        self._looked_at = -math.inf
+        self._trouble_since = self.begun
+        self._seek_since = self.begun
+        self._why = "first"
+        self._since = self.begun  # tokens are counted up to here
+        self._told = 0.0  # tokens that the measurements know of
+        self._watch = 0
+        self._watched_s = math.inf
+        self._look_at = 0.0
+        self._choose_at = math.inf
+        self._version = self._route_version = 0
+        self._target: Route | None = None  # a route that is being made ready
+        self._mover = Mover(client.rng)
+
+    @property
+    def position(self) -> int:
+        return self.prompt + int(self.done)
+
+    # -- the search for a route ------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        self._version += 1
+        self._attempt(self._version)
+
+    def _seek(self, why: str, since: float) -> None:
+        """`since`: the text has stood still from then on."""
+        if not math.isfinite(self._trouble_since):
+            self._trouble_since = since
+        self.running, self._why = False, why
+        self._failed, self._looked_at, self._seek_since = frozenset(), -math.inf, self.agenda.now
+        self._version += 1
+        self._attempt(self._version)
+
+    def _attempt(self, version: int) -> None:
+        now, scenario = self.agenda.now, self.scenario
+        if version != self._version:
+            return
+        if now - self._trouble_since > max(scenario.recovery_s, scenario.wait_s):
+            self._give_up()
+            return
+        self.client.refresh()
+        try:
+            route, targets = self._with_standbys(), None
+            if route is None:
+                route, targets = self._find()
+        except NoRoute:
+            if self._looked_at >= self._seek_since and now - self._seek_since >= scenario.wait_s:
+                self._give_up()
+                return
+            pause_s = 0.0 if self._looked_at < self._seek_since else LOOK_EVERY_S
+            self.agenda.after(pause_s, self._look_again, version)
+            return
+        dial_s, refused = dial(self.client, route)
+        self.agenda.after(dial_s, self._dialled, version, route, refused, targets)
+
+    def _look_again(self, version: int) -> None:
+        if version == self._version:
+            self.client.refresh(at_once=True)
+            self._looked_at, self._failed = self.agenda.now, frozenset()
+            self._attempt(version)
+
+    def _find(self) -> tuple[Route, Route | None]:
+        """Rather by peers that are connected than by some that were lost. Raises NoRoute."""
+        gone = frozenset(peer_id for peer_id in self._avoid if peer_id not in self.client.links)
+        try:
+            return self._plan_for_prompt(self._failed | gone)
+        except NoRoute:
+            if gone <= self._failed:
+                raise
+            return self._plan_for_prompt(self._failed)
+
+    def _plan_for_prompt(self, without: frozenset[PeerId]) -> tuple[Route, Route | None]:
+        first = self._why == "first"
+        if not first or self.prompt < LONG_PROMPT:
+            return self.client.plan(self.request(), without, first=first).route, None
+        found = self.client.plan_split(self.request(), self.prompt, without)
+        if isinstance(found, Split):
+            return found.prefill.route, found.decode.route
+        return found.route, None
+
+    def request(self, *, prefer: Route | None = None, hysteresis: float = 0.1) -> Request:
+        client, now = self.client, self.agenda.now
+        held = self.route.peers if self.route is not None else frozenset()
+        if self.scenario.standby == "warm":
+            held |= frozenset(self.standbys.values())
+        return Request(
+            n_blocks=self.scenario.n_blocks,
+            avoid_peers=frozenset(self._avoid) | client.health.banned_peers(now) | client.leaving,
+            penalties=client.health.penalties(now),
+            held=held,
+            context=self.position if held else 0,
+            prefer=prefer,
+            hysteresis=hysteresis,
+        )
+
+    def _with_standbys(self) -> Route | None:
+        """The route with standbys for what was lost, if they can make up for all of it."""
+        if self.route is None:
+            return None
+        hops = []
+        for hop in self.route:
+            lost = hop.peer_id in self._avoid
+            stand_in = self.standbys.get(hop) if lost else hop.peer_id
+            if stand_in is None or stand_in not in self.client.links or stand_in in self._failed | self._avoid:
+                return None
+            hops.append(Hop(stand_in, hop.entry, hop.exit))
+        return Route(tuple(hops))
+
+    def _dialled(self, version: int, route: Route, refused: frozenset[PeerId], targets: Route | None) -> None:
+        if version != self._version:
+            return
+        client, now = self.client, self.agenda.now
+        lost = sorted({hop.peer_id for hop in route if not self.world.by_id[hop.peer_id].alive} | refused)
+        for peer_id in lost:
+            client.link_lost(self.world.by_id[peer_id])
+            client.health.failed(peer_id, now)
+        if lost:
+            self._failed |= frozenset(lost)
+            self._avoid.update(lost)
+            self._attempt(version)
+            return
+        for hop in route:
+            if hop.peer_id not in client.links:
+                client.connect(self.world.by_id[hop.peer_id])
+        self._take(route, self._ready_s(route), targets)
+
+    def _give_up(self) -> None:
+        self.tally.gave_up(self.world.covered)
+        self._end(failed=True)
+
+    # -- routes ----------------------------------------------------------------------------------------------
+
+    def _ready_s(self, route: Route) -> float:
+        return catch_up_s(self.client, self.route, route, self.position, self.standbys)
+
+    def _take(self, route: Route, hold_s: float, targets: Route | None = None) -> None:
+        """On from here after `hold_s`."""
+        self._version += 1
+        self._route_version += 1
+        before, self.route, self._target = self.route, route, None
+        stay = {hop: peer_id for hop, peer_id in self.standbys.items() if hop in route.hops}
+        self.standbys = {hop: peer_id for hop, peer_id in stay.items() if peer_id not in route.peers}
+        self.running, self._since = False, self.agenda.now
+        self.world.seat(self, before, route)
+        self.agenda.after(hold_s, self._resume, self._version, targets)
+
+    def _resume(self, version: int, targets: Route | None) -> None:
+        if version != self._version or self.route is None:
+            return
+        now = self.agenda.now
+        if self._why == "first":
+            self.first_at, self.done = now, 1.0
+            self.tally.first_token(now - self.begun)
+            self.tally.produced(now, now, 1.0)
+            self.client.tokens += 1
+        elif math.isfinite(self._trouble_since):
+            self.tally.stalled(now, now - self._trouble_since, self._why)
+        self._trouble_since, self._since, self._told = math.inf, now, self.done
+        self.running, self._watched_s = True, math.inf
+        self._mover.rerouted()
+        self._choose_standbys()
+        self.load_changed()
+        if targets is not None:
+            self._make_ready(targets, "split")
+        for hop in self.route:
+            if hop.peer_id in self.client.leaving:
+                self._hand_over(self.world.by_id[hop.peer_id])
+
+    def _choose_standbys(self) -> None:
+        if self.scenario.standby == "none" or self.route is None:
+            return
+        records, taken = list(self.client.short.records.values()), set(self.route.peers) | self._avoid
+        for hop in self.route:
+            if hop in self.standbys and self.standbys[hop] in self.client.links:
+                continue
+            self.standbys.pop(hop, None)
+            linked = [record for record in records if record.peer_id in self.client.links]
+            record = self.client.spare(hop, taken, linked) or self.client.spare(hop, taken, records)
+            if record is not None and self.world.by_id[record.peer_id].alive:
+                self.client.connect(self.world.by_id[record.peer_id])
+                self.standbys[hop] = record.peer_id
+        self._choose_at = self.agenda.now + STANDBY_AGAIN_S if len(self.standbys) < len(self.route) else math.inf
+
+    # -- tokens ----------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Count the tokens up to now."""
+        now = self.agenda.now
+        if self.running and self.route is not None and now > self._since:
+            tokens = min((now - self._since) / self.step_s, max(0.0, self.answer - self.done))
+            self.done += tokens
+            self.client.tokens += tokens
+            self.tally.produced(self._since, now, tokens)
+            for hop in self.route:
+                self.world.by_id[hop.peer_id].work += tokens * (hop.exit - hop.entry)
+        self._since = max(self._since, now)
+
+    def load_changed(self) -> None:
+        """A step takes another time from now on: after `settle`."""
+        if not self.running or self.route is None:
+            return
+        by_id = self.world.by_id
+        compute_s = sum((hop.exit - hop.entry) * by_id[hop.peer_id].decode_s for hop in self.route)
+        self.step_s = self.client.links_s(self.route) + compute_s
+        if abs(self.step_s - self._watched_s) > CHANGED * self.step_s:
+            self._watched_s, self._watch = self.step_s, WATCHED
+        self._plan_next()
+
+    def _plan_next(self) -> None:
+        """The next event of this answer: its end, or a look at how it goes."""
+        self._version += 1
+        now = self.agenda.now
+        end = now + max(0.0, self.answer - self.done) * self.step_s
+        # While a step's time is new, each is looked at as it comes, as the session does.
+        look = now + self.step_s if self._watch else max(self._look_at, now + self.step_s)
+        self.agenda.at(min(end, look), self._wake, self._version)
+
+    def _wake(self, version: int) -> None:
+        if version != self._version or self.route is None:
+            return
+        self.settle()
+        if self.done >= self.answer - 1e-6:
+            self._end(failed=False)
+            return
+        self._measure(self.route)
+        now = self.agenda.now
+        if now >= self._choose_at:
+            self._choose_standbys()
+        if self._mover.is_due(now) and self._target is None and (self._watch or now >= self._look_at):
+            self._look_at = now + LOOK_AGAIN_S
+            if self._look_around(self.route):
+                return
+        elif now >= self._look_at:
+            self._look_at = now + self.scenario.look_s
+        self._watch = max(0, self._watch - 1)
+        self._plan_next()
+
+    def _measure(self, route: Route) -> None:
+        """What the steps since the last time tell the pace and the costs."""
+        for _ in range(min(MEASURED, int(self.done - self._told + 1e-6))):
+            noise = self.client.noise()
+            self.client.learn(route, noise)
+            self._mover.step(self.step_s * noise, self.agenda.now)
+        self._told = self.done
+
+    # -- moves -----------------------------------------------------------------------------------------------
+
+    def _look_around(self, route: Route) -> bool:
+        """Whether another chain is so much cheaper that it is taken now."""
+        self.client.refresh()
+        found = self._mover.look(self.agenda.now, lambda margin: self._beside(route, margin))
+        if found is None:
+            return False
+        gain = self._mover.pace.now_s / found.cost_s
+        if not self._mover.our_turn(*self._crowds(route, found.route), gain):
+            return False
+        missing = [hop.peer_id for hop in found.route if hop.peer_id not in self.client.links]
+        if missing:
+            for peer_id in missing:
+                peer = self.world.by_id[peer_id]
+                if peer.alive:
+                    self.client.connect(peer)
+                else:
+                    self.client.health.failed(peer_id, self.agenda.now)
+            return False
+        gain_s = self._mover.pace.now_s - found.cost_s
+        self._mover.moves(self.agenda.now)
+        self.tally.moved += 1
+        spans, new = {(hop.entry, hop.exit) for hop in route}, [hop for hop in found.route if hop not in route.hops]
+        stall_s = max(self.client.replay_s(hop, self.position) for hop in new)
+        if all((hop.entry, hop.exit) in spans for hop in found.route) and stall_s > TOKENS_OF_STALL * gain_s:
+            self._make_ready(found.route, "move")
+            return False
+        self._why, self._trouble_since = "move", self.agenda.now
+        self._take(found.route, self._ready_s(found.route))
+        return True
+
+    def _beside(self, route: Route, margin: float) -> Plan | None:
+        try:
+            found = self.client.plan(self.request(prefer=route, hysteresis=margin), crowds=True)
+        except NoRoute:
+            return None
+        return None if found.route == route else found
+
+    def _crowds(self, route: Route, other: Route) -> tuple[int, int]:
+        """Sessions where it would leave, and where it would go, as far as it knows."""
+
+        def most(peers: frozenset[PeerId]) -> int:
+            return max((self.client.sessions(peer_id) for peer_id in peers), default=0)
+
+        return most(route.peers - other.peers), most(other.peers - route.peers)
+
+    def _make_ready(self, route: Route, why: str) -> None:
+        """What new hops need is computed while the text goes on; then they take over without holding it up."""
+        self._target = route
+        self.agenda.after(self._ready_s(route), self._switch, self._route_version, route, why)
+
+    def _switch(self, route_version: int, route: Route, why: str) -> None:
+        if route_version != self._route_version or not self.running or self.over:
+            return
+        self._target = None
+        if not all(self.world.by_id[hop.peer_id].alive for hop in route):
+            return
+        self.settle()
+        for hop in route:
+            self.client.connect(self.world.by_id[hop.peer_id])
+        self._why = why
+        if why == "leave":
+            self.tally.handed_over += 1
+        self._take(route, 0.0)
+
+    # -- peers that go ---------------------------------------------------------------------------------------
+
+    def peer_leaves(self, peer: Peer) -> None:
+        """In good order: somebody who can take exactly its place is made ready, if there is anybody."""
+        if self.running and not self.over:
+            self._hand_over(peer)
+
+    def _hand_over(self, peer: Peer) -> None:
+        if self.route is None or not peer.alive:
+            return
+        self.client.refresh()
+        hops = []
+        for hop in self.route:
+            if hop.peer_id == peer.id:
+                record = self.client.spare(hop, self.route.peers | self._avoid, self.client.view.records.values())
+                if record is None:
+                    return  # it stays until the peer is gone
+                hop = Hop(record.peer_id, hop.entry, hop.exit)
+            hops.append(hop)
+        self._make_ready(Route(tuple(hops)), "leave")
+
+    def peer_stops(self, peer: Peer) -> None:
+        """It is gone, and no token comes any more; the client learns it a little later."""
+        if self.over or self.route is None:
+            return
+        self.settle()
+        self.running = False
+        self._version += 1
+        if not math.isfinite(self._trouble_since):
+            self._trouble_since = self.agenda.now
+        notice_s = self.scenario.silence_s if peer.silent else 0.0
+        notice_s += self.world.rtt_s(self.client.place, peer.place) / 2
+        self.agenda.after(notice_s, self._lost, self._version, peer)
+
+    def _lost(self, version: int, peer: Peer) -> None:
+        self._avoid.add(peer.id)
+        self.client.link_lost(peer)
+        if version == self._version and not self.over:
+            self.tally.lost_hops += 1
+            why = "first" if self.first_at is None else "loss"
+            self._seek(why, self.agenda.now)
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def _end(self, *, failed: bool) -> None:
+        self.over, self.running = True, False
+        self._version += 1
+        now, client = self.agenda.now, self.client
+        if self.route is not None:
+            self.world.seat(self, self.route, None)
+        client.busy_s += now - self.begun
+        if not failed and self.first_at is not None:
+            self.tally.finished(self.answer, now - self.first_at)
+        self._ended()
