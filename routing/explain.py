@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from routing.cost import CLIENT, Costs
+from routing.cost import Costs
 from routing.errors import NoRoute
-from routing.planner import Plan, Request, plan, route_cost
+from routing.planner import Plan, Request, edges, plan, route_cost
 from routing.types import Hop, PeerId, PeerState, Route
 from routing.view import View
 
@@ -80,11 +80,6 @@ def explain(
 
 
 def _estimated(route: Route, costs: Costs) -> set[Hop]:
-    hops, before = set(), CLIENT
-    for hop in route:
-        if not costs.measured(before, hop.peer_id):
-            hops.add(hop)
-        before = hop.peer_id
-    if not costs.measured(before, CLIENT):
-        hops.add(route[-1])
-    return hops
+    ways = list(edges(route))
+    hops = {hop for hop, way in zip(route, ways[:-1], strict=True) if not costs.measured(*way)}
+    return hops if costs.measured(*ways[-1]) else hops | {route[-1]}

@@ -13,6 +13,7 @@ from statistics import median
 
 from routing.planner import Plan
 from routing.retry import Rng
+from routing.types import PeerId, Route
 
 LOOK_S, LOOK_AGAIN_S = 2.0, 0.25  # for a cheaper route: usually, and while one seems to be there
 REMEMBERED_S = 600.0  # a move makes the next one harder for so long
@@ -25,6 +26,7 @@ _OF_MEAN = 0.378  # its deviation over that of a step, at the weight 0.25 of `Co
 _OF_DIFFERENCE = 0.954  # the median difference of two in a row, in standard deviations of one, where they are normal
 SLOWED = 1.5
 BIG_GAIN, SOME = 2.0, 0.5
+TOKENS_OF_STALL = 4  # a move may hold the text up for what it saves over so many tokens; else it is made ready first
 
 
 class Pace:
@@ -110,3 +112,19 @@ class Mover:
         if here - there >= 2:
             return self._rng.random() < (here - there) / (2 * here)
         return gain >= BIG_GAIN and self._rng.random() < SOME
+
+
+def crowds(route: Route, other: Route, sessions: Callable[[PeerId], int]) -> tuple[int, int]:
+    """Most sessions of a peer that a session would leave, and of one where it would go."""
+
+    def most(peers: frozenset[PeerId]) -> int:
+        return max(map(sessions, peers), default=0)
+
+    return most(route.peers - other.peers), most(other.peers - route.peers)
+
+
+def is_made_ready_first(route: Route, other: Route, stall_s: float, saved_s: float) -> bool:
+    """Whether peers of `other` are made ready while the text goes on, which takes the same boundaries: a move at once
+    would hold it up for `stall_s`, and saves `saved_s` a token."""
+    spans = {(hop.entry, hop.exit) for hop in route}
+    return stall_s > TOKENS_OF_STALL * saved_s and all((hop.entry, hop.exit) in spans for hop in other)

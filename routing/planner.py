@@ -84,7 +84,7 @@ class Request:
 
     def uses_avoided(self, route: Route) -> int:
         """How many hops of a route are on avoided peers, and `EDGE_WEIGHT` for each avoided edge that it crosses."""
-        crossed = EDGE_WEIGHT * sum(edge in self.avoid_edges for edge in _edges(route))
+        crossed = EDGE_WEIGHT * sum(edge in self.avoid_edges for edge in edges(route))
         return crossed + sum(hop.peer_id in self.avoid_peers for hop in route)
 
 
@@ -230,13 +230,13 @@ def route_cost(route: Route, view: View, costs: Costs, request: Request) -> Plan
     lost = [block for hop in route if hop.peer_id not in view.records for block in range(hop.entry, hop.exit)]
     if lost:
         raise NoRoute(f"no record of the peers for {_ranges(lost)} in {route}", blocks=lost)
-    edges = list(_edges(route))
+    ways = list(edges(route))
     terms = []
     for index, hop in enumerate(route):
         record = view.records[hop.peer_id]
-        network_s = _edge_s(costs, request, *edges[index])
+        network_s = _edge_s(costs, request, *ways[index])
         if index == len(route) - 1:
-            network_s += _edge_s(costs, request, *edges[-1])
+            network_s += _edge_s(costs, request, *ways[-1])
         terms.append(
             HopCost(
                 hop=hop,
@@ -314,7 +314,7 @@ def _is_valid(route: Route, servers: list[list[PeerId]]) -> bool:
     return all(hop.peer_id in servers[block] for hop in route for block in range(hop.entry, hop.exit))
 
 
-def _edges(route: Route) -> Iterator[Edge]:
+def edges(route: Route) -> Iterator[Edge]:
     """From the client through the hops and back: one more than there are hops."""
     ends = [CLIENT, *(hop.peer_id for hop in route), CLIENT]
     return pairwise(ends)

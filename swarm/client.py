@@ -234,15 +234,15 @@ class SwarmClient:
         now = self.dht_time()
         view = self._candidates.short_view(self.view, now, request, without=without)
         if crowds or spread is not None:
-            request = replace(request, penalties=self._crowded(view, request, spread))
+            request = replace(
+                request, penalties=crowd_penalties(view, self.costs, request, self.sessions_at, spread)
+            )
         return plan(view, self.costs, request, now)
 
-    def _crowded(self, view: View, request: Request, spread: random.Random | None) -> dict[PeerId, float]:
-        def sessions(peer_id: PeerId) -> int:
-            link = self.link(peer_id)
-            return link.sessions if link is not None else 0
-
-        return crowd_penalties(view, self.costs, request, sessions, spread)
+    def sessions_at(self, peer_id: PeerId) -> int:
+        """Of anybody, as that peer last told; 0 if it is not connected."""
+        link = self.link(peer_id)
+        return link.sessions if link is not None else 0
 
     def plan_split(
         self, request: Request, prompt: int, tokens: int, *, without: frozenset[PeerId] = frozenset()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from routing.cost import CLIENT
 from routing.errors import NoRoute, Overloaded, SessionError, SwarmError, TimedOut
 from routing.explain import Explanation
-from routing.moving import Mover
+from routing.moving import Mover, crowds, is_made_ready_first
 from routing.planner import Plan, Request
 from routing.retry import RetryPolicy
 from routing.types import Hop, PeerId, Route
@@ -40,7 +40,6 @@ PRICE_AGAIN_S = 5.0
 SUSPECT_S = 10.0  # a route without those who may be stuck may cost so much more
 SPARES = 2  # of each hop, to be connected with
 EXPECTED_TOKENS = 256  # of an answer to a long prompt: what another chain for it must repay itself over
-TOKENS_OF_STALL = 4  # a move may hold the text up for what it saves over so many tokens; else it is made ready first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +60,6 @@ class Healing:
     def __init__(self, session: Session):
         self.session, self.client, self.driver, self.config = session, session.client, session.driver, session.config
         self.recoveries: list[Recovery] = []
-        self.plan: Plan | None = None
         self.warm_peers: frozenset[PeerId] = frozenset()  # that may hold what another process computed
         self._avoid_peers: set[PeerId] = set()  # lost by this session; used again only where nobody else is left
         self._avoid_edges: set[tuple[PeerId, PeerId]] = set()
@@ -216,17 +214,15 @@ class Healing:
         if plan is None:
             return
         pace_s = self._mover.pace.now_s
-        if not self._mover.our_turn(*self._crowds(route, plan.route), pace_s / plan.cost_s):
+        if not self._mover.our_turn(*crowds(route, plan.route, self.client.sessions_at), pace_s / plan.cost_s):
             return
         if missing := [peer_id for peer_id in plan.route.peers if self.client.link(peer_id) is None]:
             self.client.spawn(self.client.connect(missing, self.config.connect_s))
             return
         self._mover.moves(now)
         reason = f"a cheaper route: {1e3 * plan.cost_s:.0f} ms a token instead of {1e3 * pace_s:.0f}"
-        spans, new = {(hop.entry, hop.exit) for hop in route}, set(plan.route) - set(route)
-        stall_s = max(self.client.move_s(hop, self.session.position) for hop in new)
-        same_boundaries = all((hop.entry, hop.exit) in spans for hop in plan.route)
-        if same_boundaries and stall_s > TOKENS_OF_STALL * (pace_s - plan.cost_s):
+        stall_s = max(self.client.move_s(hop, self.session.position) for hop in set(plan.route) - set(route))
+        if is_made_ready_first(route, plan.route, stall_s, pace_s - plan.cost_s):
             self._standbys.targets = {(hop.entry, hop.exit): hop.peer_id for hop in plan.route}
             self._why_targets = reason
             self._standbys.look_soon()
@@ -241,14 +237,6 @@ class Healing:
         except NoRoute:
             return None
         return None if plan.route == route else plan
-
-    def _crowds(self, route: Route, other: Route) -> tuple[int, int]:
-        """Sessions where it would leave, and where it would go."""
-
-        def most(peers: frozenset[PeerId]) -> int:
-            return max((link.sessions for peer_id in peers if (link := self.client.link(peer_id))), default=0)
-
-        return most(route.peers - other.peers), most(other.peers - route.peers)
 
     # -- the search for a route ------------------------------------------------------------------------------
 
@@ -284,7 +272,7 @@ class Healing:
                 self._task = self._patience = None
 
     def _take(self, plan: Plan, reason: str, since: float) -> None:
-        self.plan, before, now = plan, self.driver.route, time.monotonic()
+        before, now = self.driver.route, time.monotonic()
         shares = self.config.share_prefixes and before is None
         warm = self.client.warm_positions(self.session, plan.route) if shares else 0
         # Who forgot changes places with who stood by.

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from routing.errors import NoRoute
-from routing.moving import LOOK_AGAIN_S, Mover
+from routing.moving import LOOK_AGAIN_S, Mover, crowds, is_made_ready_first
 from routing.planner import Plan, Request, Split
 from routing.simulation.client import Client
 from routing.simulation.delays import catch_up_s, dial
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 LONG_PROMPT = 64  # a prompt of so many tokens and its answer may take different chains
 LOOK_EVERY_S = 0.2  # at the directory, while no route is found
-TOKENS_OF_STALL = 4  # a move may hold the text up for what it saves over so many tokens; else it is made ready first
 MEASURED = 5  # steps at most of one look that are told to the measurements one by one
 WATCHED = 6  # steps that are looked at one by one when their time has changed
 CHANGED = 0.2  # by so much, relative
@@ -303,7 +302,7 @@ class Generation:
         if found is None:
             return False
         gain = self._mover.pace.now_s / found.cost_s
-        if not self._mover.our_turn(*self._crowds(route, found.route), gain):
+        if not self._mover.our_turn(*crowds(route, found.route, self.client.sessions), gain):
             return False
         missing = [hop.peer_id for hop in found.route if hop.peer_id not in self.client.links]
         if missing:
@@ -317,9 +316,8 @@ class Generation:
         gain_s = self._mover.pace.now_s - found.cost_s
         self._mover.moves(self.agenda.now)
         self.tally.moved += 1
-        spans, new = {(hop.entry, hop.exit) for hop in route}, [hop for hop in found.route if hop not in route.hops]
-        stall_s = max(self.client.replay_s(hop, self.position) for hop in new)
-        if all((hop.entry, hop.exit) in spans for hop in found.route) and stall_s > TOKENS_OF_STALL * gain_s:
+        stall_s = max(self.client.replay_s(hop, self.position) for hop in found.route if hop not in route.hops)
+        if is_made_ready_first(route, found.route, stall_s, gain_s):
             self._make_ready(found.route, "move")
             return False
         self._why, self._trouble_since = "move", self.agenda.now
@@ -332,14 +330,6 @@ class Generation:
         except NoRoute:
             return None
         return None if found.route == route else found
-
-    def _crowds(self, route: Route, other: Route) -> tuple[int, int]:
-        """Sessions where it would leave, and where it would go, as far as it knows."""
-
-        def most(peers: frozenset[PeerId]) -> int:
-            return max((self.client.sessions(peer_id) for peer_id in peers), default=0)
-
-        return most(route.peers - other.peers), most(other.peers - route.peers)
 
     def _make_ready(self, route: Route, why: str) -> None:
         """What new hops need is computed while the text goes on; then they take over without holding it up."""
