@@ -7,7 +7,7 @@ route; what a peer costs it asks of `Costs`, when a record or a measurement has 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from routing.cost import CLIENT, Costs
 from routing.errors import BadInput
@@ -54,12 +54,13 @@ class Candidates:
         kind = _kind(request.tokens)
         usual = DECODE_EACH if kind == 1 else PREFILL_EACH
         each = self._each or (usual if request.prefer is None else LOOK_EACH)
+        allows = request.constraints.allows if request.constraints.any else None
         picked: set[PeerId] = set()
         for order in self._orders_of(kind):
             for block, places in enumerate(order.places[: request.n_blocks]):
                 # A trusted peer may be wanted for an end alone, which its score does not tell.
                 alone = request.constraints.trusted is not None and block in (0, request.n_blocks - 1)
-                picked.update(self._pick(block, places, request, now, without, each * ALONE if alone else each))
+                picked.update(self._pick(block, places, request, now, without, each * ALONE if alone else each, allows))
         in_use = request.held if request.prefer is None else request.held | request.prefer.peers
         return picked | (in_use & self._view.records.keys())
 
@@ -71,12 +72,13 @@ class Candidates:
         now: float,
         without: frozenset[PeerId],
         each: int,
+        allows: Callable[[PeerId, int, int], bool] | None,
     ) -> Iterator[PeerId]:
         """The cheapest that nothing speaks against, and the cheapest of the others: they may be all that is left."""
         good = bad = 0
-        allows = request.constraints.allows if request.constraints.any else None
+        records = self._view.records
         for _, peer_id in places:
-            if self._view.records[peer_id].expires_at < now or peer_id in without:
+            if records[peer_id].expires_at < now or peer_id in without:
                 continue
             if allows is not None and not allows(peer_id, block, request.n_blocks):
                 continue

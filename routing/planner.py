@@ -266,6 +266,10 @@ def _search(view: View, costs: Costs, request: Request, servers: list[list[PeerI
         cost = _edge_s(costs, request, a, b)
         return cost + EDGE_WEIGHT * fault if (a, b) in request.avoid_edges else cost
 
+    prefer = request.prefer
+    known: list[int] = []
+    if prefer is not None and _is_valid(prefer, servers):
+        known = [number[hop.peer_id] for hop in prefer for _ in range(hop.entry, hop.exit)]
     search = Search(
         servers=[[number[peer] for peer in those] for those in servers],
         block_cost=[costs.block_s(record, request.tokens) + request.replay_s(costs, record) for record in records],
@@ -279,6 +283,7 @@ def _search(view: View, costs: Costs, request: Request, servers: list[list[PeerI
         leave=[edge(peer, CLIENT) for peer in peers],
         shortest=[costs.least_link_s(peer) for peer in peers],
         link=lambda a, b: edge(peers[a], peers[b]),
+        known=known,
     )
     hops: list[Hop] = []
     for block, index in enumerate(search.run()):
