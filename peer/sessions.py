@@ -116,7 +116,7 @@ class SessionTable:
             return "names are 8 bytes each, and the first is always there"
         if body.codec not in (Codec.FP32, Codec.BF16):
             return f"codec {body.codec} is not known here"
-        at = 0
+        at = body.route[0].entry
         for hop in body.route:
             if hop.entry != at or hop.exit <= hop.entry:
                 return "the hops of the route do not follow each other"

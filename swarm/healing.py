@@ -212,6 +212,8 @@ class Healing:
             return
         plan = self._mover.look(now, lambda margin: self._plan_beside(route, margin))
         if plan is None:
+            if seems := self._plan_beside(route, 0.0):
+                self.client.try_out(route, seems.route)
             return
         pace_s = self._mover.pace.now_s
         if not self._mover.our_turn(*crowds(route, plan.route, self.client.sessions_at), pace_s / plan.cost_s):

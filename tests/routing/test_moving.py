@@ -149,4 +149,4 @@ def test_a_move_makes_the_next_one_harder() -> None:
     assert not mover.is_due(LOOK_S / 2) and mover.is_due(LOOK_S)
     mover.look(LOOK_S, find)
     mover.look(700.0, find)
-    assert asked == [LEAST_MARGIN, pytest.approx(2 * LEAST_MARGIN), LEAST_MARGIN]
+    assert asked == [LEAST_MARGIN, pytest.approx(1.5 * LEAST_MARGIN), LEAST_MARGIN]

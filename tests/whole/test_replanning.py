@@ -13,6 +13,7 @@ import pytest
 from routing.constraints import Constraints
 from routing.planner import Request
 from swarm.frames import FrameType
+from swarm.trial import STEPS
 from tests.whole.inprocess import InProcessSwarm
 from tests.whole.reference import Reference
 from tests.whole.scenes import SPARED, Text, drag, running, spare, used
@@ -61,6 +62,30 @@ async def test_where_computing_anew_takes_long_the_other_peer_is_made_ready_firs
         assert used(swarm, session, 0) is spare(swarm, slow)
         assert session.recoveries[-1].reason.startswith("a cheaper route")
         await text.more(4)
+
+
+async def test_who_seems_a_little_quicker_is_tried_before_anything_moves(tiny: Path, local: Reference) -> None:
+    """It claims to need a tenth less, which is too little to move for. In truth it needs a third."""
+    async with running(tiny, SPARED, learns=True) as (swarm, model):
+        delays = dict.fromkeys(swarm.peers, USUAL_S)
+        for peer in swarm.peers:
+            drag(peer, lambda _, peer=peer: delays[peer])
+            swarm.tell(peer, decode_s=USUAL_S / 3)
+        await model.client.refresh()
+        async with model.session() as session:
+            text = Text(session, local, PROMPT)
+            await text.more(12)
+            quick = spare(swarm, used(swarm, session, 1))
+            delays[quick] = USUAL_S / 3
+            swarm.tell(quick, decode_s=0.9 * USUAL_S / 3)
+            await model.client.refresh()
+            for _ in range(60):
+                await text.more(5)
+                if used(swarm, session, 1) is quick:
+                    break
+            assert used(swarm, session, 1) is quick
+            assert quick.positions(FrameType.STEP) > STEPS
+            await text.more(5)
 
 
 async def test_no_move_where_all_are_equal(tiny: Path, local: Reference) -> None:
