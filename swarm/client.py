@@ -323,10 +323,18 @@ class SwarmClient:
             peer_id = hop.hop.peer_id
             if trace.tokens == 1 and hop.compute_s > 0:
                 self._observe_decode(hop.hop, hop.compute_s)
+            elif trace.computed > 1:
+                blocks = hop.hop.exit - hop.hop.entry
+                self.costs.observe_prefill(peer_id, hop.compute_s / (blocks * trace.computed))
             self.costs.observe_queue(peer_id, hop.queue_s)
             self.health.worked(peer_id, trace.at_s + trace.total_s)
             if hop.from_peer_s > 0:
                 self.costs.observe_rtt(trace.hops[index - 1].hop.peer_id, peer_id, 2 * hop.from_peer_s)
+            if hop.next_bytes_s and index + 1 < len(trace.hops):
+                self.costs.observe_bandwidth(peer_id, trace.hops[index + 1].hop.peer_id, hop.next_bytes_s)
+        first = self.link(trace.hops[0].hop.peer_id) if trace.hops else None
+        if first is not None and first.bytes_per_s:
+            self.costs.observe_bandwidth(CLIENT, first.remote, first.bytes_per_s)
 
     def _observe_decode(self, hop: Hop, compute_s: float) -> None:
         record = self.view.records.get(hop.peer_id)
