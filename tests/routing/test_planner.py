@@ -67,6 +67,8 @@ def allowed(view: View, request: Request) -> list[list[str]]:
             if request.constraints.only is None or each.peer_id in request.constraints.only
             if block not in (0, view.n_blocks - 1) or request.constraints.trusted is None
             or each.peer_id in request.constraints.trusted
+            if request.constraints.region is None or each.region in request.constraints.region
+            if request.constraints.exact in (None, each.dtype)
         ]  # fmt: skip
         serving = [each.peer_id for each in alive if each.state is PeerState.SERVING]
         in_use = {hop.peer_id for hop in request.prefer} if request.prefer else set()
@@ -129,6 +131,8 @@ def swarms(draw: st.DrawFn, states: list[PeerState]) -> tuple[View, Costs]:
                 decode_s=draw(times),
                 prefill_s=draw(times),
                 queue_s=draw(times),
+                region=draw(st.sampled_from(["eu", "eu", ""])),
+                dtype=draw(st.sampled_from(["float32", "float32", "bfloat16"])),
             )
         )
     costs = Costs()
@@ -143,8 +147,9 @@ def swarms(draw: st.DrawFn, states: list[PeerState]) -> tuple[View, Costs]:
 
 some = st.none() | st.frozensets(st.sampled_from(NAMES), min_size=2)
 constraints = st.just(Constraints()) | st.builds(
-    Constraints, only=some, never=st.frozensets(st.sampled_from(NAMES), max_size=1), trusted=some
-)
+    Constraints, only=some, never=st.frozensets(st.sampled_from(NAMES), max_size=1), trusted=some,
+    region=st.sampled_from([None, None, frozenset({"eu", "us"})]), exact=st.sampled_from([None, None, "float32"]),
+)  # fmt: skip
 
 
 @st.composite
