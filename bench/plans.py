@@ -16,7 +16,8 @@ from routing.candidates import Candidates
 from routing.coordinates import Coordinate
 from routing.cost import CLIENT, Costs
 from routing.moving import Mover
-from routing.planner import Plan, Request, plan, route_cost
+from routing.planner import Plan, plan, route_cost
+from routing.request import Request
 from routing.trials import Trials
 from routing.types import PeerRecord, Span
 from routing.view import RecordsSeen, View, apply

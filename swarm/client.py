@@ -26,7 +26,8 @@ from routing.crowding import crowd_penalties
 from routing.errors import BadInput, DaemonFailed, NoRoute, SwarmError, TimedOut, Unreachable, WrongModel
 from routing.explain import Explanation, explain
 from routing.health import Health
-from routing.planner import CHUNK, Plan, Request, Split, plan, route_cost, split_plan
+from routing.planner import Plan, Split, plan, route_cost, split_plan
+from routing.request import CHUNK, Request
 from routing.trials import Trials
 from routing.types import Hop, PeerId, PeerRecord, PeerState, Route
 from routing.view import Expired, RecordsSeen, View, apply
@@ -277,7 +278,9 @@ class SwarmClient:
         view = self._candidates.short_view(self.view, now, replace(request, prefer=route))
         shown = self.view.records.keys() & (without.keys() | avoided.keys())
         view = View({**view.records, **{peer: self.view.records[peer] for peer in shown}}, self.n_blocks)
-        return explain(view, self.costs, request, now, route=route, without=without, avoided=avoided)
+        return explain(
+            view, self.costs, request, now, route=route, without=without, avoided=avoided, swarm=self.view
+        )
 
     def price(self, route: Route, request: Request) -> Plan | None:
         """What a given route costs now; None if a record is gone."""
@@ -421,7 +424,7 @@ class SwarmClient:
         without = without | self.leaving
         for record in self.records():
             fits = record.span.start <= hop.entry and hop.exit <= record.span.end
-            allowed = record.peer_id not in without and constraints.allow_hop(record.peer_id, hop, self.n_blocks)
+            allowed = record.peer_id not in without and constraints.allow_hop(record, hop, self.n_blocks)
             if fits and allowed and record.state is PeerState.SERVING:
                 compute_s = self.costs.block_s(record, 1) * (hop.exit - hop.entry)
                 found.append((compute_s + self.costs.link_s(CLIENT, record.peer_id), record.peer_id))

@@ -16,7 +16,7 @@ import torch
 
 from routing.constraints import Constraints
 from routing.errors import BadInput, ProtocolError, SessionError
-from routing.types import Hop, PeerId, Route
+from routing.types import Hop, Objective, PeerId, Route
 from swarm.codec import decode_rows, row_bytes
 from swarm.driver import (
     Driver,
@@ -76,6 +76,7 @@ class SessionConfig:
     deadline_s: float | None = 60.0  # a step without any sign of progress, at most; learned from what steps take
     standby: str = "inputs"  # for each hop a second peer, where there is one: see MODES of `standbys.py`
     constraints: Constraints = field(default_factory=Constraints)  # which peers may run which blocks
+    objective: Objective = Objective.LATENCY  # of its routes
     share_prefixes: bool = True  # with other sessions of this client, also later ones: peers keep what was closed
 
     def __post_init__(self) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from routing.cost import CLIENT, Costs
 from routing.moving import LEAST_MARGIN, LOOK_S, Mover, Pace
-from routing.planner import Plan, Request, plan
+from routing.planner import Plan, plan
+from routing.request import Request
 from routing.types import PeerRecord, Route, Span
 from routing.view import View
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from routing.constraints import Constraints
-from routing.planner import Request
+from routing.errors import NoRoute
+from routing.request import Request
+from routing.types import Objective
 from swarm.frames import FrameType
 from swarm.trial import STEPS
 from tests.whole.inprocess import InProcessSwarm
@@ -130,6 +132,30 @@ async def test_new_sessions_spread_over_equal_peers_and_go_where_fewer_are(tiny:
         counts = taken()
         assert len(counts) == 3 and crowded not in counts
         assert client.plan(request, crowds=True).route == client.plan(request, crowds=True).route
+
+
+async def test_a_session_asks_for_a_region_a_dtype_and_throughput(tiny: Path, local: Reference) -> None:
+    async with InProcessSwarm(tiny, ["0:2", "2:4", "4:6", "0:3", "3:6", "0:6"]) as swarm:
+        for peer in swarm.peers:
+            swarm.tell(peer, region="eu", dtype="float32")
+        whole = swarm.peers[-1]
+        swarm.tell(whole, region="us", dtype="float32")
+        limits = Constraints(region=frozenset({"eu"}), exact="float32")
+        wanted = {"constraints": limits, "objective": Objective.THROUGHPUT}
+        async with swarm.model(**wanted) as model, model.session() as session:
+            text = Text(session, local, PROMPT)
+            await text.more(6)
+            assert len(session.route) == 3, "one token's time wants two hops"
+            assert session.explain().forbidden == {"region": (whole.peer_id,)}
+            assert f"left out by region: 1 peer ({whole.peer_id[-6:]})" in str(session.explain())
+            lost = used(swarm, session, 1)
+            await asyncio.to_thread(lost.kill)
+            await text.more(6)
+            assert not whole.positions(FrameType.STEP) and not whole.positions(FrameType.FILL)
+        async with swarm.model(constraints=Constraints(exact="bfloat16")) as model, model.session() as session:
+            with pytest.raises(NoRoute, match=r"serves 0:6 of 6 blocks; left out by exact \(6 peers\)"):
+                await Text(session, local, PROMPT).more(1)
+        await swarm.all_closed()
 
 
 @pytest.mark.parametrize("standby", ["inputs", "warm"])
