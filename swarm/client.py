@@ -234,10 +234,11 @@ class SwarmClient:
         now = self.dht_time()
         view = self._candidates.short_view(self.view, now, request, without=without)
         if crowds or spread is not None:
-            request = replace(
-                request, penalties=crowd_penalties(view, self.costs, request, self.sessions_at, spread)
-            )
+            request = self._with_crowds(view, request, spread)
         return plan(view, self.costs, request, now)
+
+    def _with_crowds(self, view: View, request: Request, spread: random.Random | None) -> Request:
+        return replace(request, penalties=crowd_penalties(view, self.costs, request, self.sessions_at, spread))
 
     def sessions_at(self, peer_id: PeerId) -> int:
         """Of anybody, as that peer last told; 0 if it is not connected."""
@@ -245,9 +246,16 @@ class SwarmClient:
         return link.sessions if link is not None else 0
 
     def plan_split(
-        self, request: Request, prompt: int, tokens: int, *, without: frozenset[PeerId] = frozenset()
+        self,
+        request: Request,
+        prompt: int,
+        tokens: int,
+        *,
+        without: frozenset[PeerId] = frozenset(),
+        spread: random.Random | None = None,
     ) -> Plan | Split:
-        """The quickest way through a prompt and an answer: one chain, or two. Raises NoRoute."""
+        """The quickest way through a prompt and an answer, for a new session: one chain, or two. Crowds and `spread`
+        count as in `plan`. Raises NoRoute."""
         self.costs.advance(time.monotonic())
 
         def move_s(before: Route, after: Route) -> float:
@@ -258,7 +266,8 @@ class SwarmClient:
         now = self.dht_time()
         prefill = replace(request, tokens=max(2, prompt))
         view = self._candidates.short_view(self.view, now, request, prefill, without=without)
-        return split_plan(view, self.costs, request, now, prompt=prompt, tokens=tokens, move_s=move_s)
+        request, prefill = (self._with_crowds(view, each, spread) for each in (request, prefill))
+        return split_plan(view, self.costs, request, prefill, now, tokens=tokens, move_s=move_s)
 
     def explain(self, request: Request, route: Route | None, excluded: Set[PeerId]) -> Explanation:
         """Why this route, or the one that would be taken now. Raises NoRoute."""

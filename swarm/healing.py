@@ -398,7 +398,7 @@ class Healing:
                 request = replace(request, held=route.peers, context=shared, prefer=route, hysteresis=0.0)
         if not first or self.warm_peers or prompt < LEAST_CHUNK:
             return self.client.plan(request, without=without, spread=self._random if first else None)
-        found = self.client.plan_split(request, prompt, EXPECTED_TOKENS, without=without)
+        found = self.client.plan_split(request, prompt, EXPECTED_TOKENS, without=without, spread=self._random)
         if isinstance(found, Plan):
             return found
         self._standbys.targets = {(hop.entry, hop.exit): hop.peer_id for hop in found.decode.route}

@@ -124,13 +124,16 @@ class Client:
         self.costs.advance(now)
         self.short = self._candidates.short_view(self.view, now, request, without=without)
         if first or crowds:
-            penalties = crowd_penalties(self.short, self.costs, request, self.sessions, self.rng if first else None)
-            request = replace(request, penalties=penalties)
+            request = self._with_crowds(request, first)
         found = plan(self.short, self.costs, request, now)
         self.world.tally.planned(
             len(self.short.records), found.relaxations, self._clock() - begun if self._clock else None
         )
         return found
+
+    def _with_crowds(self, request: Request, first: bool) -> Request:
+        penalties = crowd_penalties(self.short, self.costs, request, self.sessions, self.rng if first else None)
+        return replace(request, penalties=penalties)
 
     def plan_split(self, request: Request, prompt: int, without: frozenset[PeerId]) -> Plan | Split:
         """For a long prompt: one chain, or one for it and another for the answer. Raises NoRoute."""
@@ -144,9 +147,8 @@ class Client:
             new = [hop for old, hop in zip(before, after, strict=True) if old.peer_id != hop.peer_id]
             return max((self.replay_s(hop, prompt) for hop in new), default=0.0)
 
-        found = split_plan(
-            self.short, self.costs, request, now, prompt=prompt, tokens=EXPECTED_TOKENS, move_s=move_s
-        )
+        request, prefill = (self._with_crowds(each, first=True) for each in (request, prefill))
+        found = split_plan(self.short, self.costs, request, prefill, now, tokens=EXPECTED_TOKENS, move_s=move_s)
         relaxations = found.relaxations if isinstance(found, Plan) else found.prefill.relaxations
         self.world.tally.planned(len(self.short.records), relaxations, self._clock() - begun if self._clock else None)
         return found

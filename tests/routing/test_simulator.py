@@ -130,10 +130,11 @@ def test_a_hop_that_becomes_slow_is_left() -> None:
     assert after > 0.75 * before  # two chains of three are left
 
 
-def test_a_flash_crowd_spreads_over_equal_replicas() -> None:
-    report = run(load("flash"))
+@pytest.mark.parametrize("prompt", [40, 200], ids=["short prompts", "long prompts"])
+def test_a_flash_crowd_spreads_over_equal_replicas(prompt: int) -> None:
+    report = run(replace(load("flash"), prompt_tokens=prompt))
     assert report.finished == report.started == 16
-    assert report.fairness_peers > 0.9 and report.fairness_clients > 0.95
+    assert report.fairness_peers > 0.9 and report.fairness_clients > 0.95 and report.moves <= 4
 
 
 def test_a_peer_that_leaves_in_good_order_stalls_nobody() -> None:

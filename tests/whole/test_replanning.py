@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from routing.constraints import Constraints
-from routing.planner import Request
+from routing.planner import Plan, Request
 from swarm.frames import FrameType
 from tests.whole.inprocess import InProcessSwarm
 from tests.whole.reference import Reference
@@ -72,16 +72,21 @@ async def test_no_move_where_all_are_equal(tiny: Path, local: Reference) -> None
         assert len(session.recoveries) == 1
 
 
-async def test_new_sessions_spread_over_equal_peers_and_go_where_fewer_are(tiny: Path) -> None:
+@pytest.mark.parametrize("prompt", [1, 200], ids=["short prompts", "long prompts"])
+async def test_new_sessions_spread_over_equal_peers_and_go_where_fewer_are(prompt: int, tiny: Path) -> None:
     async with running(tiny, SPARED, learns=True) as (swarm, model):
         for peer in swarm.peers:
-            swarm.tell(peer, decode_s=0.01)
+            swarm.tell(peer, decode_s=0.01, prefill_s=0.001)
         await model.client.refresh()
         request, client = Request(n_blocks=6), model.client
 
         def taken() -> Counter[str]:
-            plans = [client.plan(request, spread=random.Random(seed)) for seed in range(200)]
-            return Counter(hop.peer_id for plan in plans for hop in plan.route)
+            chances = [random.Random(seed) for seed in range(200)]
+            if prompt > 1:
+                found = [client.plan_split(request, prompt, 256, spread=chance) for chance in chances]
+            else:
+                found = [client.plan(request, spread=chance) for chance in chances]
+            return Counter(hop.peer_id for plan in found if isinstance(plan, Plan) for hop in plan.route)
 
         counts = taken()
         assert len(counts) == 4 and min(counts.values()) > 30, counts
