@@ -179,7 +179,7 @@ def split_plan(
     tokens: int,
     move_s: Callable[[Route, Route], float],
 ) -> Plan | Split:
-    """The chain that takes the prompt of `prefill` and then `tokens` more, each as `request` says, in the least time, or
+    """The chain that takes the prompt of `prefill` and `tokens` more, each as `request` says, in the least time, or
     two chains if the second saves `SPLIT_GAIN` of it. `move_s(before, after)` is how long moving takes, while the first
     goes on. Raises NoRoute.
     """

@@ -26,6 +26,7 @@ from routing.crowding import crowd_penalties
 from routing.errors import BadInput, DaemonFailed, NoRoute, SwarmError, TimedOut, Unreachable, WrongModel
 from routing.explain import Explanation, explain
 from routing.health import Health
+from routing.lateness import Dials
 from routing.planner import CHUNK, Plan, Request, Split, plan, route_cost, split_plan
 from routing.types import Hop, PeerId, PeerRecord, PeerState, Route
 from routing.view import Expired, RecordsSeen, View, apply
@@ -88,6 +89,8 @@ class SwarmClient:
         row_bytes = text_config(checkpoint.config).hidden_size * config.dtype.itemsize
         self._candidates = Candidates(self.n_blocks, self.costs, row_bytes=row_bytes)
         self.health = Health()
+        self._dials = Dials()
+        self._reaching: dict[PeerId, asyncio.Task[bool]] = {}
         self.busy_until: dict[PeerId, float] = {}
         self.leaving: set[PeerId] = set()  # said so; one that comes back begins with new connections
         self.sessions: dict[bytes, Session] = {}
@@ -277,6 +280,7 @@ class SwarmClient:
         without |= dict.fromkeys(excluded, "it was found to compute wrongly")
         avoided = dict.fromkeys(self.health.banned_peers(monotonic), "it failed lately")
         avoided |= dict.fromkeys(self.leaving, "it said that it leaves")
+        avoided |= dict.fromkeys(self.late(), "connecting to it takes longer than it should")
         # Those that are in use, or failed, are looked at whatever they cost.
         view = self._candidates.short_view(self.view, now, replace(request, prefer=route))
         shown = self.view.records.keys() & (without.keys() | avoided.keys())
@@ -359,25 +363,52 @@ class SwarmClient:
         self.costs.place(CLIENT, self._endpoint.coordinates.coordinate)
 
     async def _dial(self, peer_id: PeerId, timeout_s: float) -> Link:
-        return await self._endpoint.connect(peer_id, self.addresses(peer_id), timeout_s)
+        self._dials.begins(peer_id, 2 * self.costs.link_s(CLIENT, peer_id), time.monotonic())
+        reached = False
+        try:
+            link = await self._endpoint.connect(peer_id, self.addresses(peer_id), timeout_s)
+            reached = True
+            return link
+        finally:
+            self._dials.ends(peer_id, time.monotonic(), reached=reached)
 
-    async def connect(self, peers: Iterable[PeerId], timeout_s: float) -> frozenset[PeerId]:
-        """Make sure of a link to each; returns those that could not be reached."""
+    def late(self) -> frozenset[PeerId]:
+        """Those whose dial takes longer than it should, and goes on."""
+        return self._dials.late(time.monotonic())
 
-        async def reach(peer_id: PeerId) -> PeerId | None:
-            if self.link(peer_id) is not None:
-                return None
-            try:
-                await self._dial(peer_id, timeout_s)
-            except (TimedOut, Unreachable) as error:
-                self.health.failed(peer_id, time.monotonic())
-                self._silence = isinstance(error, Unreachable) and error.silent
-                log.info("%s cannot be reached: %s", peer_id, error)
-                return peer_id
-            return None
+    async def connect(self, peers: Iterable[PeerId], timeout_s: float) -> tuple[frozenset[PeerId], frozenset[PeerId]]:
+        """Make sure of a link to each; returns those that could not be reached, and those that are still being dialled.
+        It ends early when a dial turns out to be late, or one that was late before has ended: the caller may have a
+        better choice then. Dials go on."""
+        dials = {peer_id: self._reach_soon(peer_id, timeout_s) for peer_id in peers if self.link(peer_id) is None}
+        late = self.late()
+        others = {self._reaching[peer_id] for peer_id in (late & self._reaching.keys()) - dials.keys()}
+        while waiting := {peer_id: task for peer_id, task in dials.items() if not task.done()}:
+            if self.late() & waiting.keys() - late or any(task.done() for task in others):
+                break
+            patience_s = self._dials.next_late_s(waiting, time.monotonic())
+            await asyncio.wait(
+                [*waiting.values(), *others], timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        lost = frozenset(peer_id for peer_id, task in dials.items() if task.done() and not task.result())
+        return lost, frozenset(waiting)
 
-        answers = await asyncio.gather(*(reach(peer_id) for peer_id in peers))
-        return frozenset(peer_id for peer_id in answers if peer_id is not None)
+    def _reach_soon(self, peer_id: PeerId, timeout_s: float) -> asyncio.Task[bool]:
+        if peer_id not in self._reaching:
+            self._reaching[peer_id] = self._tasks.spawn(self._reach(peer_id, timeout_s))
+        return self._reaching[peer_id]
+
+    async def _reach(self, peer_id: PeerId, timeout_s: float) -> bool:
+        try:
+            await self._dial(peer_id, timeout_s)
+        except (TimedOut, Unreachable) as error:
+            self.health.failed(peer_id, time.monotonic())
+            self._silence = isinstance(error, Unreachable) and error.silent
+            log.info("%s cannot be reached: %s", peer_id, error)
+            return False
+        finally:
+            del self._reaching[peer_id]
+        return True
 
     @property
     def offline(self) -> bool:

@@ -349,8 +349,9 @@ class Healing:
         return TimedOut(f"no working route within {self._limit_s:g} s ({reason})")
 
     async def _connected_plan(self, since: float) -> Plan:
-        """The cheapest route all of whose peers answer and are not full. One that does not is left out, and so on,
-        until every choice is used up; then, for as long as the caller waits, the swarm is looked at again."""
+        """The cheapest route all of whose peers answer and are not full. One that does not is left out, one that takes
+        long to answer is avoided until it does, and so on, until every choice is used up; then, for as long as the
+        caller waits, the swarm is looked at again."""
         looked_at, failed = -math.inf, frozenset[PeerId]()
         while True:
             self._lost_again = False
@@ -368,10 +369,10 @@ class Healing:
                     await self.client.look_again(pause_s=0.0 if looked_at < asked else LOOK_EVERY_S)
                     looked_at, failed = now, frozenset()
                 continue
-            lost = await self.client.connect(plan.route.peers, self.config.connect_s)
+            lost, dialled = await self.client.connect(plan.route.peers, self.config.connect_s)
             failed |= lost
             self._avoid_peers |= lost
-            if not lost and not self._lost_again:
+            if not lost and not dialled and not self._lost_again:
                 return plan
 
     def _plan(self, without: frozenset[PeerId]) -> Plan:
@@ -416,7 +417,7 @@ class Healing:
         return Request(
             n_blocks=client.n_blocks,
             tokens=1,
-            avoid_peers=frozenset(self._avoid_peers) | client.health.banned_peers(now) | client.leaving,
+            avoid_peers=client.health.banned_peers(now).union(self._avoid_peers, client.leaving, client.late()),
             avoid_edges=frozenset(self._avoid_edges),
             penalties=penalties,
             held=held,

@@ -18,6 +18,7 @@ from routing.candidates import Candidates
 from routing.cost import CLIENT, Costs, CostSettings
 from routing.crowding import crowd_penalties
 from routing.health import Health
+from routing.lateness import Dials
 from routing.planner import CHUNK, Plan, Request, Split, plan, split_plan
 from routing.simulation.chance import Chance
 from routing.simulation.world import Peer, World
@@ -40,6 +41,8 @@ class Client:
             self.costs.place(CLIENT, told)
         self._candidates = Candidates(scenario.n_blocks, self.costs, row_bytes=scenario.row_bytes)
         self.health = Health()
+        self.dials = Dials()
+        self._dialled: dict[PeerId, float] = {}  # hosts that do not answer: when the dial is given up
         self.leaving: set[PeerId] = set()
         self.links: dict[PeerId, None] = {}
         self.view = View({}, scenario.n_blocks)
@@ -84,6 +87,25 @@ class Client:
             self.leaving.add(peer.id)
         rtt_s = self.world.rtt_s(self.place, peer.place) * self.noise()
         self.costs.observe_rtt(CLIENT, peer.id, rtt_s)
+
+    def dial_silent(self, peer: Peer) -> float:
+        """A host that does not answer. Returns when the dial ends, this one or the one under way."""
+        if peer.id not in self._dialled:
+            agenda, connect_s = self.world.agenda, self.world.scenario.connect_s
+            self._dialled[peer.id] = agenda.now + connect_s
+            self.dials.begins(peer.id, 2 * self.costs.link_s(CLIENT, peer.id), agenda.now)
+            agenda.after(connect_s, self._given_up, peer)
+        return self._dialled[peer.id]
+
+    @property
+    def dialled(self) -> frozenset[PeerId]:
+        """Hosts that do not answer, while the dial goes on."""
+        return frozenset(self._dialled)
+
+    def _given_up(self, peer: Peer) -> None:
+        del self._dialled[peer.id]
+        self.dials.ends(peer.id, self.world.agenda.now, reached=False)
+        self.health.failed(peer.id, self.world.agenda.now)
 
     def link_lost(self, peer: Peer) -> None:
         if peer.id in self.links:

@@ -135,7 +135,7 @@ class Generation:
             held |= frozenset(self.standbys.values())
         return Request(
             n_blocks=self.scenario.n_blocks,
-            avoid_peers=frozenset(self._avoid) | client.health.banned_peers(now) | client.leaving,
+            avoid_peers=client.health.banned_peers(now).union(self._avoid, client.leaving, client.dials.late(now)),
             penalties=client.health.penalties(now),
             held=held,
             context=self.position if held else 0,
@@ -160,11 +160,13 @@ class Generation:
         if version != self._version:
             return
         client, now = self.client, self.agenda.now
-        lost = sorted({hop.peer_id for hop in route if not self.world.by_id[hop.peer_id].alive} | refused)
+        gone = {hop.peer_id for hop in route if not self.world.by_id[hop.peer_id].alive}
+        lost = sorted(refused | gone - client.dialled)
         for peer_id in lost:
             client.link_lost(self.world.by_id[peer_id])
-            client.health.failed(peer_id, now)
-        if lost:
+            if not self.world.by_id[peer_id].silent:  # of those the dial's end told
+                client.health.failed(peer_id, now)
+        if lost or gone:
             self._failed |= frozenset(lost)
             self._avoid.update(lost)
             self._attempt(version)

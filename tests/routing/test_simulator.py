@@ -122,6 +122,12 @@ def test_a_block_that_nobody_serves_fails_answers_and_that_is_no_fault_of_ours()
     assert waits.failed == 0 and waits.running == 1
 
 
+def test_dead_hosts_that_do_not_answer_cost_a_new_session_no_whole_dial() -> None:
+    report = run(replace(BUSY, graceful=0.0, silent=1.0, probes=0, seconds=300.0, lifetime_s=90.0))
+    assert report.died > 20 and report.failed == 0
+    assert report.first_token_s[1] < 1.5 and report.first_token_s[-1] < BUSY.connect_s
+
+
 def test_a_hop_that_becomes_slow_is_left() -> None:
     report = run(load("slow"))
     assert report.faults == 1 and report.moves >= 1 and report.failed == 0
