@@ -22,7 +22,7 @@ from routing.errors import NoRoute, Overloaded, SessionError, SwarmError, TimedO
 from routing.explain import Explanation
 from routing.moving import Mover, crowds, is_made_ready_first
 from routing.planner import Plan, Request
-from routing.retry import RetryPolicy
+from routing.retry import NEWCOMER_S, RetryPolicy
 from routing.types import Hop, PeerId, Route
 from swarm.driver import LEAST_CHUNK, NeedRoute, StandbyLost
 from swarm.standbys import Standbys
@@ -341,7 +341,7 @@ class Healing:
     @property
     def _patience_s(self) -> float:
         """For blocks that nobody serves. That our own network is gone says nothing about them."""
-        return self._limit_s if self.client.offline else self.config.wait_s
+        return self._limit_s if self.client.offline else max(self.config.wait_s, NEWCOMER_S)
 
     def _gave_up(self, reason: str) -> SessionError:
         if self._full:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from routing.errors import NoRoute
 from routing.moving import LOOK_AGAIN_S, Mover, crowds, is_made_ready_first
 from routing.planner import Plan, Request, Split
+from routing.retry import NEWCOMER_S
 from routing.simulation.client import Client
 from routing.simulation.delays import catch_up_s, dial
 from routing.types import Hop, PeerId, Route
@@ -94,7 +95,7 @@ class Generation:
             if route is None:
                 route, targets = self._find()
         except NoRoute:
-            if self._looked_at >= self._seek_since and now - self._seek_since >= scenario.wait_s:
+            if self._looked_at >= self._seek_since and now - self._seek_since >= max(scenario.wait_s, NEWCOMER_S):
                 self._give_up()
                 return
             pause_s = 0.0 if self._looked_at < self._seek_since else LOOK_EVERY_S
@@ -177,7 +178,7 @@ class Generation:
         self._take(route, self._ready_s(route), targets)
 
     def _give_up(self) -> None:
-        self.tally.gave_up(self.world.covered)
+        self.tally.gave_up(self.world.covered_since <= self._seek_since)
         self._end(failed=True)
 
     # -- routes ----------------------------------------------------------------------------------------------

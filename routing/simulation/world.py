@@ -79,6 +79,7 @@ class World:
         self.peers: list[Peer] = []  # all there ever were
         self.by_id: dict[PeerId, Peer] = {}
         self.serving = [0] * scenario.n_blocks  # how many SERVING peers hold each block, in truth
+        self.covered_since = math.inf  # every block has one since then; inf: not now
         self._machines, self._life = streams("machines"), streams("life")
         self._renewals = streams("renewals")
         places = streams("regions")
@@ -86,11 +87,6 @@ class World:
         self._view = View({}, scenario.n_blocks)
         self._history: deque[tuple[float, View]] = deque()
         self._sorted: tuple[View | None, list[PeerId]] = (None, [])
-
-    @property
-    def covered(self) -> bool:
-        """Whether every block has a living peer that serves it."""
-        return min(self.serving) > 0
 
     def start(self) -> None:
         """The first peers serve at once, and join in small groups: who starts together sees the same directory."""
@@ -332,6 +328,7 @@ class World:
     def _count(self, peer: Peer, by: int) -> None:
         for block in range(peer.span.start, peer.span.end):
             self.serving[block] += by
+        self.covered_since = min(self.covered_since, self.agenda.now) if min(self.serving) else math.inf
         self.tally.coverage(self.agenda.now, min(self.serving))
 
 

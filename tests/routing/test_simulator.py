@@ -128,6 +128,15 @@ def test_dead_hosts_that_do_not_answer_cost_a_new_session_no_whole_dial() -> Non
     assert report.first_token_s[1] < 1.5 and report.first_token_s[-1] < BUSY.connect_s
 
 
+def test_who_finds_nobody_looks_until_a_newcomer_could_be_seen() -> None:
+    """In this one a session asks in the second before a newcomer's record can be read."""
+    busy = load("small").but(
+        seed=8, peers=14, lifetime_s=90.0, faults=(), seconds=900.0, clients=8, answer_tokens=100
+    )
+    report = run(busy)
+    assert report.failed > 0 and report.failed_while_covered == 0
+
+
 def test_a_hop_that_becomes_slow_is_left() -> None:
     report = run(load("slow"))
     assert report.faults == 1 and report.moves >= 1 and report.failed == 0

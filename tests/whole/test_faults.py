@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from peer.effects import SessionLimits
-from routing.errors import Superseded
+from routing.errors import NoRoute, Superseded
+from routing.types import PeerRecord
 from swarm import healing
 from swarm.frames import Frame, FrameType
 from swarm.link import Heartbeat, Link
@@ -160,6 +161,30 @@ async def test_a_dial_that_takes_long_is_waited_for_where_there_is_nobody_else(t
         assert slow[1].peer_id in session.route.peers and slow[0].peer_id in model.client.late()
         slow[0].thaw()
         assert not model.client.health.banned_peers(time.monotonic())
+
+
+async def test_a_newcomer_that_cannot_be_read_yet_is_waited_for_also_without_patience(
+    tiny: Path, local: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tiny, ["3:6"]) as (swarm, model), model.session() as session:
+        newcomer = await swarm.add("0:3", announce=False)
+        directory, refresh = swarm.directory, swarm.directory.refresh
+        before = directory.reads
+
+        async def read() -> list[PeerRecord]:
+            if directory.reads == before + 3:
+                swarm.tell(newcomer)
+            return await refresh()
+
+        monkeypatch.setattr(directory, "refresh", read)
+        text = Text(session, local)
+        await text.more(2)
+        assert newcomer.peer_id in session.route.peers
+        await asyncio.to_thread(newcomer.kill)
+        begun = time.monotonic()
+        with pytest.raises(NoRoute):
+            await text.more(2)
+        assert time.monotonic() - begun < healing.NEWCOMER_S + 2
 
 
 async def test_a_hop_that_stays_keeps_its_seat(tiny: Path, local: Reference) -> None:
