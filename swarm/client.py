@@ -29,7 +29,7 @@ from routing.health import Health
 from routing.lateness import Dials
 from routing.planner import CHUNK, Plan, Request, Split, plan, route_cost, split_plan
 from routing.types import Hop, PeerId, PeerRecord, PeerState, Route
-from routing.view import Expired, RecordsSeen, View, apply
+from routing.view import Expired, RecordsSeen, View, apply, forgotten
 from swarm import manifest as manifests
 from swarm import native
 from swarm.checkpoint import Checkpoint
@@ -191,8 +191,12 @@ class SwarmClient:
 
     async def refresh(self) -> None:
         """Read the directory once. Raises TimedOut, DaemonFailed."""
-        records = await self._directory.refresh()
+        records, before = await self._directory.refresh(), self.view
         self.view = apply(apply(self.view, Expired(self.dht_time())), RecordsSeen(records))
+        for peer_id in forgotten(before, self.view):
+            self.costs.forget(peer_id)
+            self.busy_until.pop(peer_id, None)
+            self._goodbyes.pop(peer_id, None)
         for record in records:
             if record.place is not None:
                 self.costs.place(record.peer_id, record.place)

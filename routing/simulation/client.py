@@ -23,7 +23,7 @@ from routing.planner import CHUNK, Plan, Request, Split, plan, split_plan
 from routing.simulation.chance import Chance
 from routing.simulation.world import Peer, World
 from routing.types import Hop, PeerId, PeerRecord, PeerState, Route
-from routing.view import View
+from routing.view import View, forgotten
 
 PROBE_AGAIN_S = 300.0
 EXPECTED_TOKENS = 256  # of an answer to a long prompt, as `swarm/healing.py` has it
@@ -65,8 +65,10 @@ class Client:
             read_at = self.read_at + every_s * math.floor((now - self.read_at) / every_s)
         if read_at == self.read_at:
             return
-        self.read_at, self.view = read_at, self.world.view_at(read_at)
+        before, self.read_at, self.view = self.view, read_at, self.world.view_at(read_at)
         self.costs.advance(now)
+        for peer_id in forgotten(before, self.view):
+            self.costs.forget(peer_id)
         if self.world.scenario.coordinates:
             for peer in self.world.peers[self._placed :]:
                 self.costs.place(peer.id, peer.told)
