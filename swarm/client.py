@@ -28,6 +28,7 @@ from routing.explain import Explanation, explain
 from routing.health import Health
 from routing.lateness import Dials
 from routing.planner import CHUNK, Plan, Request, Split, plan, route_cost, split_plan
+from routing.probing import Probes
 from routing.types import Hop, PeerId, PeerRecord, PeerState, Route
 from routing.view import Expired, RecordsSeen, View, apply, forgotten
 from swarm import manifest as manifests
@@ -88,6 +89,7 @@ class SwarmClient:
         self.costs = Costs(CostSettings(hop_s=HOP_S))
         row_bytes = text_config(checkpoint.config).hidden_size * config.dtype.itemsize
         self._candidates = Candidates(self.n_blocks, self.costs, row_bytes=row_bytes)
+        self._probes: Probes
         self.health = Health()
         self._dials = Dials()
         self._reaching: dict[PeerId, asyncio.Task[bool]] = {}
@@ -126,6 +128,7 @@ class SwarmClient:
         config = self.config
         identity = await asyncio.to_thread(Identity.load_or_create, config.identity_path or client_key())
         self.peer_id, self.name_secret = identity.peer_id, identity.secret(b"names")
+        self._probes = Probes(self._candidates, self.costs, random.Random(self.peer_id))
         native.load()
         thread = await stack.enter_async_context(ComputeThread(threads=config.threads, name="head"))
         joining = asyncio.create_task(self._join_swarm(stack, identity))
@@ -345,8 +348,9 @@ class SwarmClient:
     # -- links -----------------------------------------------------------------------------------------------
 
     async def probe(self) -> None:
-        """Dial the peers that are not linked yet, and note the round trips. Links stay: they serve failovers."""
-        serving = [record.peer_id for record in self.records() if record.state is PeerState.SERVING]
+        """Dial the peers that plans are likely to use and that are not linked yet, and some others, and note the round
+        trips. Links stay: they serve failovers."""
+        chosen = self._probes.choose(self.view, self.dht_time(), self.config.most_probes)
         limit = asyncio.Semaphore(PROBES_AT_ONCE)
 
         async def measure(peer_id: PeerId) -> None:
@@ -363,7 +367,7 @@ class SwarmClient:
                     log.info("%s cannot be reached: %s", peer_id, error)
 
         self.costs.advance(time.monotonic())
-        await asyncio.gather(*(measure(peer_id) for peer_id in serving[: self.config.most_probes]))
+        await asyncio.gather(*map(measure, chosen))
         self.costs.place(CLIENT, self._endpoint.coordinates.coordinate)
 
     async def _dial(self, peer_id: PeerId, timeout_s: float) -> Link:

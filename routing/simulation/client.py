@@ -20,6 +20,7 @@ from routing.crowding import crowd_penalties
 from routing.health import Health
 from routing.lateness import Dials
 from routing.planner import CHUNK, Plan, Request, Split, plan, split_plan
+from routing.probing import Probes
 from routing.simulation.chance import Chance
 from routing.simulation.world import Peer, World
 from routing.types import Hop, PeerId, PeerRecord, PeerState, Route
@@ -40,6 +41,7 @@ class Client:
         if scenario.coordinates:
             self.costs.place(CLIENT, told)
         self._candidates = Candidates(scenario.n_blocks, self.costs, row_bytes=scenario.row_bytes)
+        self._probes = Probes(self._candidates, self.costs, rng)
         self.health = Health()
         self.dials = Dials()
         self._dialled: dict[PeerId, float] = {}  # hosts that do not answer: when the dial is given up
@@ -75,7 +77,7 @@ class Client:
             self._placed = len(self.world.peers)
         if now - self._probed_at >= PROBE_AGAIN_S:
             self._probed_at = now
-            for peer_id in self.world.first_serving(self.view, self.world.scenario.probes):
+            for peer_id in self._probes.choose(self.view, now, self.world.scenario.probes):
                 if self.world.by_id[peer_id].alive:
                     self.connect(self.world.by_id[peer_id])
                 elif peer_id not in self.links:

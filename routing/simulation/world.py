@@ -86,7 +86,6 @@ class World:
         self._centres = [_on_sphere(places, scenario.region_rtt_s) for _ in range(scenario.regions)]
         self._view = View({}, scenario.n_blocks)
         self._history: deque[tuple[float, View]] = deque()
-        self._sorted: tuple[View | None, list[PeerId]] = (None, [])
 
     def start(self) -> None:
         """The first peers serve at once, and join in small groups: who starts together sees the same directory."""
@@ -279,12 +278,6 @@ class World:
                 break
             found = view
         return found
-
-    def first_serving(self, view: View, count: int) -> list[PeerId]:
-        """The first few by their ids, as a client that connects beforehand takes them."""
-        if self._sorted[0] is not view:
-            self._sorted = (view, [record.peer_id for record in view.alive(self.agenda.now, PeerState.SERVING)])
-        return self._sorted[1][:count]
 
     def _announce(self, peer: Peer, expires_at: float = FOR_EVER) -> None:
         record = self._record(peer, expires_at)
