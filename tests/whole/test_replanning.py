@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from routing.constraints import Constraints
+from routing.cost import Costs
 from routing.planner import Plan, Request
 from swarm.frames import FrameType
 from tests.whole.inprocess import InProcessSwarm
@@ -79,6 +80,7 @@ async def test_new_sessions_spread_over_equal_peers_and_go_where_fewer_are(promp
             swarm.tell(peer, decode_s=0.01, prefill_s=0.001)
         await model.client.refresh()
         request, client = Request(n_blocks=6), model.client
+        client.costs = Costs()  # on a busy machine ways differ by more than chance makes up for
 
         def taken() -> Counter[str]:
             chances = [random.Random(seed) for seed in range(200)]
