@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import sys
 import threading
 import time
@@ -80,6 +81,8 @@ async def one(model: SwarmModel, prompt: Sequence[int] | str, request: dict[str,
                     told = True
                     assert session.route is not None
                     say({"event": "reached", "route": [hop.peer_id for hop in session.route]})
+                if token.at_s - began > request.get("most_s", math.inf):
+                    break
         routes = [recovery.reason for recovery in session.recoveries]
         assert session.route is not None
         facts = {"began": began, "ids": ids, "times": times, "spent_ms": spent_ms(session.traces), "routes": routes}

@@ -2,7 +2,7 @@
 
 The simulator owns what the code decides about: machines, links, churn, and clients that want text. `scenario.py` says
 what happens, `world.py` holds peers and the directory, `client.py` what a client knows, `generation.py` the life of one
-answer, `report.py` what came of it, `run.py` puts them together. No clock and no randomness of its own: the same seed
+answer, `queueing.py` and `delays.py` how long things take, `report.py` what came of it, `run.py` puts them together. No clock and no randomness of its own: the same seed
 gives the same report.
 """
 
