@@ -79,12 +79,12 @@ def simulated(setting: Setting) -> list[Figure]:
                 equal += same
             note = f"{scenario.about} Equal to local: {sum(equal)} of {len(equal)}"
             for words, unit, key in (("tokens/s", "", "tokens_per_s"), ("longest gap", "s", "gap_s")):
-                lab, simulated = [getattr(outcome, key) for outcome in seen], getattr(expected, key)
+                lab, virtual = [getattr(outcome, key) for outcome in seen], getattr(expected, key)
                 words = f"simulator against the lab, {scenario.name}: {words}"
                 figures += [
                     Figure.of_median(f"{words}, in the lab", unit, lab, note),
-                    Figure.of_median(f"{words}, the lab over the simulator", "", [each / simulated for each in lab],
-                                     f"simulated: {simulated:.3g} {unit}".strip()),
+                    Figure.of_median(f"{words}, the lab over the simulator", "", [each / virtual for each in lab],
+                                     f"simulated: {virtual:.3g} {unit}".strip()),
                 ]  # fmt: skip
     return [*figures, Figure.of_median("a hop in the lab beside its pass, without distances", "ms", [1e3 * hop_s])]
 
@@ -146,13 +146,16 @@ def _play(
     asks = [first_question_s(scenario, streams(f"questions {number}")) for number in range(len(clients))]
     due: list[tuple[float, Fault | int]] = [(at_s, number) for number, at_s in enumerate(asks)]
     due += [(fault.at_s, fault) for fault in scenario.faults]
+    routes: list[list[str]] = []  # as they were at each client's first token
     for at_s, what in sorted(due, key=lambda each: each[0]):
         time.sleep(max(0.0, began + at_s - time.monotonic()))
         if isinstance(what, Fault):
-            swarm.harm(what, [client.next()["route"] for client in clients])
+            routes = routes or [client.next()["route"] for client in clients]
+            swarm.harm(what, routes)
         else:
-            request = clients[what].request([prompts[what]], scenario.answer_tokens, tell_at=bool(scenario.faults))
-            clients[what].send({**request, "most_s": scenario.seconds - at_s})
+            tell_at, most_s = 1 if scenario.faults else 0, scenario.seconds - at_s
+            request = clients[what].request([prompts[what]], scenario.answer_tokens, tell_at=tell_at, most_s=most_s)
+            clients[what].send(request)
     facts: list[dict[str, Any]] = [client.next()["runs"][0] for client in clients]
     return began, [as_run(each) for each in facts]
 

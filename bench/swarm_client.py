@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import sys
 import threading
 import time
@@ -81,7 +80,7 @@ async def one(model: SwarmModel, prompt: Sequence[int] | str, request: dict[str,
                     told = True
                     assert session.route is not None
                     say({"event": "reached", "route": [hop.peer_id for hop in session.route]})
-                if token.at_s - began > request.get("most_s", math.inf):
+                if request["most_s"] is not None and token.at_s - began > request["most_s"]:
                     break
         routes = [recovery.reason for recovery in session.recoveries]
         assert session.route is not None

@@ -20,7 +20,8 @@ from routing.crowding import crowd_penalties
 from routing.health import Health
 from routing.planner import CHUNK, Plan, Request, Split, plan, split_plan
 from routing.simulation.chance import Chance
-from routing.simulation.world import Peer, World
+from routing.simulation.peer import Peer
+from routing.simulation.world import World
 from routing.types import Hop, PeerId, PeerRecord, PeerState, Route
 from routing.view import View
 

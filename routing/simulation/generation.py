@@ -24,7 +24,7 @@ from routing.simulation.queueing import Stop, beside_s, longest_wait_s, through
 from routing.types import Hop, PeerId, Route
 
 if TYPE_CHECKING:
-    from routing.simulation.world import Peer
+    from routing.simulation.peer import Peer
 
 LONG_PROMPT = 64  # a prompt of so many tokens and its answer may take different chains
 LOOK_EVERY_S = 0.2  # at the directory, while no route is found
@@ -285,8 +285,9 @@ class Generation:
             for hop, peer in zip(self.route, peers, strict=True)
         ]  # fmt: skip
         self._times = through(ways_s, stops, self.scenario.slope)
-        for peer, (_, wait_s) in zip(peers, self._times, strict=True):
-            peer.queue_s = wait_s
+        for peer, stop, (_, wait_s) in zip(peers, stops, self._times, strict=True):
+            if not stop.beside_s:  # a prompt is soon over: records tell a running mean
+                peer.queue_s = wait_s
         passes_s = sum(pass_s for pass_s, _ in self._times)
         self.step_s = ways_s + passes_s + sum(wait_s for _, wait_s in self._times)
         self._longest_s = ways_s + passes_s + longest_wait_s(stops, self._times)
