@@ -30,6 +30,7 @@ from tests.lab.lab import Lab
 
 BLOCKS, SPANS = 6, ("0:3", "3:6", "0:3", "3:6")
 CHAIN_S = 8.0
+WITHIN_S = 0.25  # about a step: a fault comes at any moment of one
 SEEDS = 21  # of simulations: what chance decides there, it decides anew in each round of the lab
 APART = (
     (0.0, 0.0, 0.0), (0.03, 0.0, 0.0), (0.04, 0.02, 0.0), (0.0, 0.05, 0.0), (-0.02, 0.03, 0.0),
@@ -48,11 +49,11 @@ SCENARIOS = (
     ),
     STEADY.but(
         name="loss", about="One client; the hop that is busiest is killed.",
-        clients=1, start_within_s=0.0, faults=(Fault(at_s=8.0, kind="kill"),),
+        clients=1, start_within_s=WITHIN_S, faults=(Fault(at_s=8.0, kind="kill"),),
     ),
     STEADY.but(
         name="slow", about="One client; the hop that is busiest becomes ten times slower.",
-        clients=1, start_within_s=0.0, faults=(Fault(at_s=8.0, kind="slow"),),
+        clients=1, start_within_s=WITHIN_S, faults=(Fault(at_s=8.0, kind="slow"),),
     ),
 )  # fmt: skip
 

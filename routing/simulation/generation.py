@@ -51,6 +51,7 @@ class Generation:
         self.running = self.over = False
         self.filling: frozenset[PeerId] = frozenset()  # who computes what a new route has not got
         self.step_s = self._longest_s = math.inf
+        self._alike = 0  # steps since their time changed
         self._times: list[tuple[float, float]] = []  # of each hop: its pass, and what a step waits for it
         self._avoid: set[PeerId] = set()
         self._failed: frozenset[PeerId] = frozenset()
@@ -268,7 +269,12 @@ class Generation:
         whole = math.floor(self.done + tokens + 1e-6) - math.floor(self.done + 1e-6)
         if whole:
             first_at = self._since + (1 - (self.done + 1e-6) % 1) * self.step_s
-            self.gap_s = max(self.gap_s, first_at - self._last_at, self._longest_s if whole > 1 else 0.0)
+            # Of k waits that are spread evenly the longest is (k - 1) / (k + 1) of the way from their mean to the most.
+            self._alike += whole
+            far = (self._alike - 1) / (self._alike + 1)
+            self.gap_s = max(self.gap_s, first_at - self._last_at)
+            if whole > 1:
+                self.gap_s = max(self.gap_s, self.step_s + far * (self._longest_s - self.step_s))
             self._last_at = first_at + (whole - 1) * self.step_s
 
     def load_changed(self) -> None:
@@ -288,7 +294,7 @@ class Generation:
         for peer, stop, (_, wait_s) in zip(peers, stops, self._times, strict=True):
             if not stop.beside_s:  # a prompt is soon over: records tell a running mean
                 peer.queue_s = wait_s
-        passes_s = sum(pass_s for pass_s, _ in self._times)
+        passes_s, self._alike = sum(pass_s for pass_s, _ in self._times), 0
         self.step_s = ways_s + passes_s + sum(wait_s for _, wait_s in self._times)
         self._longest_s = ways_s + passes_s + longest_wait_s(stops, self._times)
         if abs(self.step_s - self._watched_s) > CHANGED * self.step_s:

@@ -57,11 +57,16 @@ def through(ways_s: float, stops: Sequence[Stop], slope: float) -> list[tuple[fl
 
 
 def longest_wait_s(stops: Sequence[Stop], times: Sequence[tuple[float, float]]) -> float:
-    """Of one step through them, in all. Where steps wait no two wait alike: `times` (of `through`) are what it comes to
-    on average, and at times a step waits for a whole pass at each such hop."""
-    return sum(
-        max(wait_s, pass_s + stop.beside_s) for stop, (pass_s, wait_s) in zip(stops, times, strict=True) if wait_s
+    """Of one step through them, in all. `times` (of `through`) are what it comes to on average. Where each has a pass
+    of its own they take turns, and all wait alike; where some go together, no two wait alike, and at times a step waits
+    for a whole pass at each such hop."""
+    alike_s = sum(wait_s for _, wait_s in times)
+    unlike_s = sum(
+        max(wait_s, pass_s + stop.beside_s)
+        for stop, (pass_s, wait_s) in zip(stops, times, strict=True)
+        if wait_s and (pass_s > stop.alone_s * (1 + 1e-6) or stop.beside_s)
     )
+    return max(alike_s, unlike_s)
 
 
 def shared(

@@ -63,6 +63,14 @@ def test_nobody_waits_while_all_can_be_served_one_by_one() -> None:
     assert longest_wait_s([Stop(1.0, 3, 3)], [(1.0, 0.0)]) == 0.0
 
 
+def test_where_steps_go_together_no_two_wait_alike() -> None:
+    turns = [Stop(0.075, 3, 2)] * 2
+    assert longest_wait_s(turns, through(0.03, turns, SLOPE)) == pytest.approx(3 * 0.075 - 0.18)
+    lumps = [Stop(0.075, 6, 3)] * 2
+    (first_s, wait_s), (second_s, _) = times = through(0.03, lumps, SLOPE)
+    assert longest_wait_s(lumps, times) == pytest.approx(first_s + second_s) and 2 * wait_s < first_s + second_s
+
+
 def test_where_several_wait_for_each_other_two_or_three_go_together() -> None:
     pass_s, wait_s = shared(1.0, 5, 0.25, elsewhere_s=0.0, most=5)
     assert pass_s == pytest.approx(1.375) and wait_s == pytest.approx(1.375)  # of two and of three, in turn
