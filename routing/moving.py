@@ -26,6 +26,7 @@ _OF_MEAN = 0.378  # its deviation over that of a step, at the weight 0.25 of `Co
 _OF_DIFFERENCE = 0.954  # the median difference of two in a row, in standard deviations of one, where they are normal
 SLOWED = 1.5
 BIG_GAIN, SOME = 2.0, 0.5
+COUNTED_S = 5.0  # how old a count of sessions may be: clients ask so often
 TOKENS_OF_STALL = 4  # a move may hold the text up for what it saves over so many tokens; else it is made ready first
 
 
@@ -70,15 +71,16 @@ class Mover:
     def __init__(self, rng: Rng):
         self.pace = Pace()
         self._rng = rng
-        self._look_at = 0.0
+        self._look_at, self._looked_at = 0.0, -LOOK_S
         self._seemed = False  # at the last look
         self._moves: deque[float] = deque(maxlen=64)
+        self._count_anew_at, self._goes = 0.0, False  # by chance, in a crowd
 
     def step(self, seconds: float, now: float) -> None:
         """A decode step took so long on the present route."""
         self.pace.add(seconds)
         if self.pace.slowed:
-            self._look_at = min(self._look_at, now + LOOK_AGAIN_S)
+            self._look_at = min(self._look_at, max(now, self._looked_at + LOOK_AGAIN_S))
 
     def rerouted(self) -> None:
         self.pace, self._seemed = Pace(), False
@@ -95,22 +97,26 @@ class Mover:
         if plan is not None and (plan.kept or plan.cost_s * (1 + margin) > self.pace.now_s):
             plan = None
         again, self._seemed = self._seemed, plan is not None
-        self._look_at = now + (LOOK_AGAIN_S if self._seemed else LOOK_S)
+        self._look_at, self._looked_at = now + (LOOK_AGAIN_S if self._seemed else LOOK_S), now
         return plan if again else None
 
     def moves(self, now: float) -> None:
         """The session does what the last look said."""
         self._moves.append(now)
-        self._seemed = False
+        self._seemed = self._goes = False
 
-    def our_turn(self, here: int, there: int, gain: float) -> bool:
+    def our_turn(self, here: int, there: int, gain: float, now: float) -> bool:
         """Sessions that crowd a peer see the same better one at the same moment. Of `here` only so many go as make both
         equal (Berenbrink et al., "Distributed selfish load balancing", SIAM J. Computing 2007). Where the crowds are no
-        reason, only for a route that takes a half, or less: `gain` is the pace over what the other would take."""
+        reason, only for a route that takes a half, or less: `gain` is the pace over what the other would take. Chance
+        is asked once for each count: asked again while the count is old, it would let all of them go."""
         if here <= 1:
             return True
         if here - there >= 2:
-            return self._rng.random() < (here - there) / (2 * here)
+            if now >= self._count_anew_at:
+                self._count_anew_at = now + COUNTED_S
+                self._goes = self._rng.random() < (here - there) / (2 * here)
+            return self._goes
         return gain >= BIG_GAIN and self._rng.random() < SOME
 
 

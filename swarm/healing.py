@@ -217,7 +217,7 @@ class Healing:
                 self.client.try_out(route, seems.route)
             return
         pace_s = self._mover.pace.now_s
-        if not self._mover.our_turn(*crowds(route, plan.route, self.client.sessions_at), pace_s / plan.cost_s):
+        if not self._mover.our_turn(*crowds(route, plan.route, self.client.sessions_at), pace_s / plan.cost_s, now):
             return
         if missing := [peer_id for peer_id in plan.route.peers if self.client.link(peer_id) is None]:
             self.client.spawn(self.client.connect(missing, self.config.connect_s))

@@ -353,7 +353,7 @@ class Generation:
         if found is None:
             return False
         gain = self._mover.pace.now_s / found.cost_s
-        if not self._mover.our_turn(*crowds(route, found.route, self.client.sessions), gain):
+        if not self._mover.our_turn(*crowds(route, found.route, self.client.sessions), gain, self.agenda.now):
             return False
         missing = [hop.peer_id for hop in found.route if hop.peer_id not in self.client.links]
         if missing:

@@ -11,7 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from routing.coordinates import Coordinate
-from routing.planner import CHUNK
+from routing.request import CHUNK
 from routing.types import PeerId, PeerState, Span
 
 if TYPE_CHECKING:

@@ -242,7 +242,7 @@ class World:
 
     def runs(self, generation: Generation, peers: Iterable[PeerId]) -> None:
         """What these peers computed for a session is done, and it decodes from now on."""
-        others = self._beside(generation, [self.by_id[peer_id] for peer_id in peers])
+        others = self._beside(generation, [self.by_id[peer_id] for peer_id in sorted(peers)])
         generation.filling = frozenset()
         for other in others:
             other.load_changed()

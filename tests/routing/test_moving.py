@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
 import pytest
 
 from routing.cost import CLIENT, Costs
-from routing.moving import LEAST_MARGIN, LOOK_S, Mover, Pace
+from routing.moving import COUNTED_S, LEAST_MARGIN, LOOK_S, Mover, Pace
 from routing.planner import Plan, plan
 from routing.request import Request
 from routing.types import PeerRecord, Route, Span
@@ -124,16 +125,27 @@ def test_the_pace_is_robust() -> None:
 
 
 def test_of_a_crowd_as_many_go_as_make_both_equal() -> None:
-    mover, turns = Mover(random.Random(1)), 2000
+    mover, turns, counts = Mover(random.Random(1)), 2000, itertools.count(0.0, COUNTED_S)
 
     def share(here: int, there: int, gain: float) -> float:
-        return sum(mover.our_turn(here, there, gain) for _ in range(turns)) / turns
+        return sum(mover.our_turn(here, there, gain, next(counts)) for _ in range(turns)) / turns
 
     assert share(0, 0, 1.2) == share(1, 0, 1.2) == 1
     assert share(16, 0, 1.2) == pytest.approx(0.5, abs=0.05)
     assert share(10, 6, 1.2) == pytest.approx(0.2, abs=0.05)
     assert share(8, 8, 1.5) == share(8, 7, 1.5) == 0, "equal crowds: nothing is gained by a change of places"
     assert share(8, 8, 5.0) == pytest.approx(0.5, abs=0.05), "but for a peer that is slow for another reason"
+
+
+def test_looking_again_at_an_old_count_moves_nobody_more() -> None:
+    """Nine here and seven there: one should go. Within the five seconds of a count each looks twenty times."""
+    movers = [Mover(random.Random(seed)) for seed in range(900)]
+    for turn in range(20):
+        gone = sum(mover.our_turn(9, 7, 1.9, 0.25 * turn) for mover in movers)
+        assert gone == pytest.approx(100, abs=30), turn
+    went = next(mover for mover in movers if mover.our_turn(9, 7, 1.9, 4.9))
+    went.moves(4.9)
+    assert not went.our_turn(9, 7, 1.9, 4.95), "it went already"
 
 
 def test_a_move_makes_the_next_one_harder() -> None:
