@@ -17,7 +17,7 @@ from swarm.hive import Entry, Hive
 from swarm.identity import Identity
 from swarm.records import RecordPolicy, block_key, encode_record
 
-LIFETIME_S = 60.0
+LIFETIME_S = 30.0  # two renewals: whoever vanishes is not believed in for longer
 TIMEOUT_S = 10.0
 
 
