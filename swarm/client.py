@@ -60,6 +60,7 @@ MOST_GOODBYES = 64  # CLOSE frames kept for a peer that is not connected now
 GOODBYE_S = 300.0  # after so long, a peer has noticed by itself that nobody speaks
 PROBES_AT_ONCE = 8
 FIRST_PROBE_S = 1.0
+REFRESH_JITTER = (0.8, 1.2)  # clients that started together do not read together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +191,7 @@ class SwarmClient:
         """Read the directory once. Raises TimedOut, DaemonFailed."""
         records = await self._directory.refresh()
         self.view = apply(apply(self.view, Expired(self.dht_time())), RecordsSeen(records))
-        for record in records:
+        for record in map(self.view.records.__getitem__, self.view.changed & self.view.records.keys()):
             if record.place is not None:
                 self.costs.place(record.peer_id, record.place)
 
@@ -204,7 +205,7 @@ class SwarmClient:
 
     async def _keep_fresh(self) -> None:
         while True:
-            await asyncio.sleep(self.config.refresh_s)
+            await asyncio.sleep(self.config.refresh_s * random.uniform(*REFRESH_JITTER))
             try:
                 await self.refresh()
                 await self.probe()
