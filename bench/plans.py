@@ -16,9 +16,12 @@ from routing.candidates import Candidates
 from routing.coordinates import Coordinate
 from routing.cost import CLIENT, Costs
 from routing.moving import Mover
-from routing.planner import Plan, Request, plan, route_cost
+from routing.planner import Plan, plan, route_cost
+from routing.request import Request
+from routing.trials import Trials
 from routing.types import PeerRecord, Span
 from routing.view import RecordsSeen, View, apply
+from swarm.trial import STEPS
 from tests.routing.crowd import EXPIRES, crowd
 
 PEERS, BLOCKS = 10_000, 80
@@ -61,7 +64,8 @@ def plans(setting: Setting) -> list[Figure]:
 
 def guesses(setting: Setting) -> list[Figure]:
     """Small swarms whose links and speeds are other than anybody says. A client probes all peers every five seconds for
-    a minute while a session runs, every measurement noisy; what its route then truly costs, over the best there is."""
+    a minute while a session runs, and tries who seems cheaper, every measurement noisy; what its route then truly
+    costs, over the best there is."""
     ratios = [_after_a_minute(random.Random(seed)) for seed in range(SWARMS)]
     worst = sorted(ratios)[round(0.99 * SWARMS)]
     words = f"{SWARMS:,} small swarms, a minute of measuring with {100 * NOISE:g} % noise: true cost over the best's"
@@ -90,7 +94,7 @@ def _after_a_minute(rng: random.Random) -> float:
     def noisy(seconds: float) -> float:
         return seconds * max(0.1, rng.gauss(1, NOISE))
 
-    mover, route, now, probe_at = Mover(rng), None, 0.0, 0.0
+    mover, trials, route, now, probe_at = Mover(rng), Trials(), None, 0.0, 0.0
     while now < 60:
         known.advance(now)
         if now >= probe_at:
@@ -108,6 +112,11 @@ def _after_a_minute(rng: random.Random) -> float:
                 mover.moves(now)
                 mover.rerouted()
                 route = found.route
+            elif hop := trials.choose(route, plan(view, known, replace(using, hysteresis=0), 0.0).route, now):
+                peer = hop.peer_id
+                block_s = median(noisy(true_block[peer]) for _ in range(STEPS))
+                known.observe_decode(peer, block_s, view.records[peer].decode_s)
+                known.observe_queue(peer, median(noisy(true_queue[peer]) for _ in range(STEPS)))
         step_s, before = 0.0, None
         for hop in route:
             block_s = noisy(true_block[hop.peer_id])

@@ -52,6 +52,9 @@ def serve(
         list[str], typer.Option(help="address:port to tell others instead of this machine's own; may be repeated")
     ] = [],  # noqa: B006
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    region: Annotated[
+        str, typer.Option(metavar="NAME", help="the data region this peer is in, told to clients, as eu or us-east")
+    ] = "",
     device: Annotated[str, typer.Option(help="torch device")] = "cpu",
     threads: Annotated[int | None, typer.Option(help="cores for computing; all by default")] = None,
     cache: Annotated[int | None, typer.Option(metavar="MIB", help="memory for sessions' caches")] = None,
@@ -90,6 +93,7 @@ def serve(
             dht_port=dht_port,
             announce=tuple(announce),
             dtype=dtype,
+            region=region,
             device=device,
             threads=threads,
             cache_bytes=None if cache is None else cache << 20,

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from routing.errors import BadInput
-from routing.types import Span
+from routing.types import Span, parse_region
 from swarm.codec import COMPUTE_DTYPES
 from swarm.link import Heartbeat
 
@@ -23,6 +23,7 @@ class PeerConfig:
     dht_port: int = 0
     announce: tuple[str, ...] = ()  # addresses to tell others instead of this machine's own
     dtype: str = "float32"
+    region: str = ""  # the data region that others are told; empty: none
     device: str = "cpu"
     threads: int | None = None  # cores for computing; None: all
     cache_bytes: int | None = None  # None: half of what is free after loading
@@ -38,6 +39,8 @@ class PeerConfig:
     def __post_init__(self) -> None:
         if self.dtype not in COMPUTE_DTYPES:
             raise BadInput(f"dtype {self.dtype!r} is not known; choose one of {', '.join(COMPUTE_DTYPES)}")
+        if self.region:
+            parse_region(self.region)
         if self.threads is not None and self.threads < 1:
             raise BadInput(f"threads must be at least 1, not {self.threads}")
         ports = ("port", self.port), ("dht_port", self.dht_port), ("metrics_port", self.metrics_port or 0)

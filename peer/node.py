@@ -319,6 +319,8 @@ class Node:
             cache_free=self._positions(service.free_cache_bytes),
             cache_total=self._positions(service.budget.limit_bytes),
             place=place if (place := self._endpoint.coordinates.coordinate).known else None,
+            dtype=self.config.dtype,
+            region=self.config.region.lower(),
         )
 
     def _about(self, bootstrap: tuple[str, ...]) -> About:

@@ -129,7 +129,7 @@ class Service:
             make_store=lambda entry, exit: blocks.seat(entry, exit, budget),
             row_bytes=lambda codec: row_bytes(codec, hidden),
             admit=self._admit,
-            rtt_us=self._rtt_us,
+            way_to=self._way_to,
             limits=limits or SessionLimits(),
         )
 
@@ -310,9 +310,10 @@ class Service:
         """Whether a session here stands next to that peer."""
         return any(peer_id == hop.peer_id for session in self.table.sessions.values() for hop in session.places)
 
-    def _rtt_us(self, peer_id: PeerId) -> int:
+    def _way_to(self, peer_id: PeerId) -> tuple[int, int]:
+        """Round trip in microseconds, and bytes a second; 0 where not known."""
         link = self._link(peer_id)
-        return int(1e6 * link.rtt_s) if link is not None and link.rtt_s is not None else 0
+        return (int(1e6 * (link.rtt_s or 0)), int(link.bytes_per_s)) if link is not None else (0, 0)
 
     def _admit(self, layers: int, positions: int) -> bool:
         wanted = layers and positions * self.blocks.shape.position_bytes(layers)

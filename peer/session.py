@@ -210,11 +210,10 @@ class PeerSession:
         self.table.effects.append(Run(work))
 
     def timing_to(self, hop: int, timing: HopTiming) -> HopTiming:
-        """Adds the measured round trip to the next hop."""
+        """Adds what was measured of the way to the next hop."""
         if hop >= len(self.route):
             return timing
-        rtt_us = self.table.rtt_us(self.route[hop].peer_id)
-        return HopTiming(timing.queue_us, timing.compute_us, rtt_us)
+        return HopTiming(timing.queue_us, timing.compute_us, *self.table.way_to(self.route[hop].peer_id))
 
     # -- losses ----------------------------------------------------------------------------------------------
 

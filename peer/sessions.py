@@ -31,12 +31,12 @@ class SessionTable:
         make_store: Callable[[int, int], SeatStore],
         row_bytes: Callable[[Codec], int],
         admit: Callable[[int, int], bool] = lambda layers, positions: True,
-        rtt_us: Callable[[PeerId], int] = lambda peer_id: 0,
+        way_to: Callable[[PeerId], tuple[int, int]] = lambda peer_id: (0, 0),
         limits: SessionLimits | None = None,
     ):
         """`admit(layers, positions)` says whether that many positions fit, evicting if it must."""
         self.me, self.span, self.make_store, self.row_bytes = me, span, make_store, row_bytes
-        self.admit, self.rtt_us, self.limits = admit, rtt_us, limits or SessionLimits()
+        self.admit, self.way_to, self.limits = admit, way_to, limits or SessionLimits()
         self.now = 0.0
         self.sessions: dict[bytes, PeerSession] = {}
         self.effects: list[Effect] = []
@@ -116,7 +116,7 @@ class SessionTable:
             return "names are 8 bytes each, and the first is always there"
         if body.codec not in (Codec.FP32, Codec.BF16):
             return f"codec {body.codec} is not known here"
-        at = 0
+        at = body.route[0].entry
         for hop in body.route:
             if hop.entry != at or hop.exit <= hop.entry:
                 return "the hops of the route do not follow each other"

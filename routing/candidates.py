@@ -7,12 +7,12 @@ route; what a peer costs it asks of `Costs`, when a record or a measurement has 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-from routing.cost import CLIENT, Costs
+from routing.cost import CLIENT, LONGEST_S, Costs
 from routing.errors import BadInput
-from routing.planner import Request
-from routing.types import PeerId, PeerRecord, PeerState, Span
+from routing.request import Request
+from routing.types import Objective, PeerId, PeerRecord, PeerState, Span
 from routing.view import View
 
 FEW = 64
@@ -25,6 +25,8 @@ already only looks around, often, between two tokens."""
 ALONE = 8
 
 _Place = tuple[float, PeerId]
+_Kind = tuple[int, Objective]
+"""Requests of a kind have the same candidates: those with as many tokens, about, that want the same."""
 
 
 class Candidates:
@@ -36,7 +38,7 @@ class Candidates:
             raise BadInput(f"at least one candidate a block, not {each}")
         self._n_blocks, self._costs, self._row_bytes = n_blocks, costs, row_bytes
         self._few, self._each = few, each
-        self._orders: dict[int, tuple[_Order, ...]] = {}  # by kind of request
+        self._orders: dict[_Kind, tuple[_Order, ...]] = {}
         self._view = View({}, n_blocks)
 
     def short_view(
@@ -51,15 +53,17 @@ class Candidates:
         return View({peer_id: view.records[peer_id] for peer_id in picked - without}, view.n_blocks)
 
     def _picked(self, request: Request, now: float, without: frozenset[PeerId]) -> set[PeerId]:
-        kind = _kind(request.tokens)
-        usual = DECODE_EACH if kind == 1 else PREFILL_EACH
+        kind = _kind(request)
+        usual = DECODE_EACH if kind[0] == 1 else PREFILL_EACH
         each = self._each or (usual if request.prefer is None else LOOK_EACH)
+        forbids = request.constraints.forbids_block if request.constraints.any else None
         picked: set[PeerId] = set()
         for order in self._orders_of(kind):
             for block, places in enumerate(order.places[: request.n_blocks]):
                 # A trusted peer may be wanted for an end alone, which its score does not tell.
                 alone = request.constraints.trusted is not None and block in (0, request.n_blocks - 1)
-                picked.update(self._pick(block, places, request, now, without, each * ALONE if alone else each))
+                most = each * ALONE if alone else each
+                picked.update(self._pick(block, places, request, now, without, most, forbids))
         in_use = request.held if request.prefer is None else request.held | request.prefer.peers
         return picked | (in_use & self._view.records.keys())
 
@@ -71,14 +75,17 @@ class Candidates:
         now: float,
         without: frozenset[PeerId],
         each: int,
+        forbids: Callable[[PeerRecord, int, int], str] | None,
     ) -> Iterator[PeerId]:
         """The cheapest that nothing speaks against, and the cheapest of the others: they may be all that is left."""
         good = bad = 0
-        allows = request.constraints.allows if request.constraints.any else None
+        records = self._view.records
+        barred: list[PeerId] = []
         for _, peer_id in places:
-            if self._view.records[peer_id].expires_at < now or peer_id in without:
+            if records[peer_id].expires_at < now or peer_id in without:
                 continue
-            if allows is not None and not allows(peer_id, block, request.n_blocks):
+            if forbids is not None and forbids(records[peer_id], block, request.n_blocks):
+                barred.append(peer_id)
                 continue
             if peer_id in request.avoid_peers or peer_id in request.penalties:
                 bad += 1
@@ -89,6 +96,8 @@ class Candidates:
             yield peer_id
             if good == each:
                 return
+        if not good and not bad:
+            yield from barred[:each]  # a plan can say then what leaves the block bare
 
     def _follow(self, view: View) -> None:
         """What differs from the view before is scored anew, and so is whatever was measured since."""
@@ -107,7 +116,7 @@ class Candidates:
             for peer_id in changed:
                 self._add(kind, view.records[peer_id])
 
-    def _orders_of(self, kind: int) -> tuple[_Order, ...]:
+    def _orders_of(self, kind: _Kind) -> tuple[_Order, ...]:
         orders = self._orders.get(kind)
         if orders is None:
             orders = self._orders[kind] = (_Order(self._n_blocks), _Order(self._n_blocks))
@@ -115,20 +124,23 @@ class Candidates:
                 self._add(kind, record)
         return orders
 
-    def _add(self, kind: int, record: PeerRecord) -> None:
+    def _add(self, kind: _Kind, record: PeerRecord) -> None:
         """Seconds a block, with the toll of its span and the way into it shared by its blocks. In the first order as if
         the whole chain were where this peer is, so that all blocks share the way there and back; in the second as if it
-        alone were not where the client is: that one fills what the others leave bare."""
+        alone were not where the client is: that one fills what the others leave bare. Where hops are to be few, first
+        by how far it reaches: who reaches furthest from each block makes a chain of the fewest."""
         if record.state is not PeerState.SERVING:
             return
         costs, blocks = self._costs, len(record.span)
+        tokens, objective = kind
         there_s = costs.link_s(CLIENT, record.peer_id)
-        toll_s = costs.queue_s(record) + costs.transfer_s(CLIENT, record.peer_id, kind * self._row_bytes)
-        own_s = costs.block_s(record, kind) + toll_s / blocks
+        toll_s = costs.queue_s(record) + costs.transfer_s(CLIENT, record.peer_id, tokens * self._row_bytes)
+        own_s = costs.block_s(record, tokens) + toll_s / blocks
         into_s = min(costs.least_link_s(record.peer_id), there_s)
+        reach_s = 2 * LONGEST_S * (self._n_blocks - record.span.end) if objective is Objective.HOPS else 0.0
         region, near = self._orders[kind]
-        region.add(record, own_s + into_s / blocks + 2 * there_s / self._n_blocks)
-        near.add(record, own_s + 2 * there_s / blocks)
+        region.add(record, reach_s + own_s + into_s / blocks + 2 * there_s / self._n_blocks)
+        near.add(record, reach_s + own_s + 2 * there_s / blocks)
 
 
 class _Order:
@@ -158,6 +170,6 @@ def _differing(before: Mapping[PeerId, PeerRecord], after: Mapping[PeerId, PeerR
     return frozenset(new | (before.keys() - after.keys()))
 
 
-def _kind(tokens: int) -> int:
-    """Requests with as many tokens, about, have the same candidates."""
-    return 1 if tokens == 1 else 32 if tokens <= 64 else 512
+def _kind(request: Request) -> _Kind:
+    tokens = request.pass_rows if request.objective is Objective.THROUGHPUT else request.tokens
+    return 1 if tokens == 1 else 32 if tokens <= 64 else 512, request.objective

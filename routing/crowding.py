@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from routing.cost import Costs
-from routing.planner import Request
+from routing.request import Request
 from routing.types import PeerId
 from routing.view import View
 

@@ -16,12 +16,12 @@ from routing.retry import Rng
 from routing.types import PeerId, Route
 
 LOOK_S, LOOK_AGAIN_S = 2.0, 0.25  # for a cheaper route: usually, and while one seems to be there
-REMEMBERED_S = 600.0  # a move makes the next one harder for so long
+REMEMBERED_S, HARDER = 600.0, 0.5  # a move makes the next one harder for so long, by this share of the margin
 
 LAST = 5  # steps whose median is the pace now: two late ones do not change it
 SPREAD_OF = 24  # steps that tell how much they vary
 LEAST_MARGIN = 0.1
-SURE = 4.0  # standard deviations of a running mean
+SURE = 3.5  # standard deviations of a running mean
 _OF_MEAN = 0.378  # its deviation over that of a step, at the weight 0.25 of `CostSettings`: (w / (2 - w)) ** 0.5
 _OF_DIFFERENCE = 0.954  # the median difference of two in a row, in standard deviations of one, where they are normal
 SLOWED = 1.5
@@ -90,7 +90,7 @@ class Mover:
         """The route to move to, if it is time. `find` plans with the route in use as `prefer` and what it is given as
         `hysteresis`."""
         recent = sum(now - at < REMEMBERED_S for at in self._moves)
-        margin = self.pace.margin * (1 + recent)
+        margin = self.pace.margin * (1 + HARDER * recent)
         plan = find(margin)
         if plan is not None and (plan.kept or plan.cost_s * (1 + margin) > self.pace.now_s):
             plan = None

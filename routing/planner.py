@@ -3,89 +3,30 @@
 Owns which peers may take a route and what a route costs, term by term. Does not know how costs were measured,
 who is banned or why, the clock, or sessions: a plan is a function of a view, costs, a request and `now`. A
 hop is a maximal run of blocks on one peer. It costs the link to it, the peer's queue and penalty, and its
-blocks; the last hop also pays the way back to the client. `search.py` finds the least sum.
+blocks; the last hop also pays the way back to the client. `search.py` finds the least sum, `throughput.py` the least
+slowest stage.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
-from routing.constraints import Constraints
-from routing.cost import CLIENT, LONGEST_S, Costs
-from routing.errors import BadInput, NoRoute
+from routing.cost import CLIENT, Costs
+from routing.errors import NoRoute
+from routing.objectives import pipelined, slowest_s
+from routing.request import EDGE_WEIGHT, Request, edge_s, edges, toll_s
 from routing.search import Search
-from routing.types import Hop, PeerId, PeerRecord, PeerState, Route
+from routing.types import Hop, Objective, PeerId, PeerState, Route
 from routing.view import View
-
-Edge = tuple[PeerId, PeerId]
 
 FAULT_PER_BLOCK = 2.0**16
 """Times the blocks, a use of something avoided outweighs any sum of times: the terms of a block (link,
 transfer, queue, penalty, compute) are at most `LONGEST_S` each, the way back adds two, and 7 x 3600 <
 2^16."""
 
-
 SPLIT_GAIN = 0.2
 """Of the time of a prompt and its answer: two chains instead of one must save so much, which noise does not."""
-
-CHUNK = 64
-"""Positions of prefill that make the price of one."""
-
-REPAID_OVER = 64
-"""A context that is computed anew pays off only over tokens to come: so many are expected."""
-
-EDGE_WEIGHT = 4
-"""A broken edge is avoided like so many peers: who failed earlier may well work again, two that cannot reach each other
-will not."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What a route is wanted for. Raises BadInput.
-
-    `avoid_peers` and directed `avoid_edges` (`CLIENT` may be an end) are soft: they are used only when no chain
-    exists without them, and then as few as possible, an edge counting as `EDGE_WEIGHT` peers. `penalties` are
-    seconds added for each hop on a peer. Peers that are not in `held` compute a context of `context` positions anew,
-    which counts as if it were paid back over `REPAID_OVER` tokens. `constraints` are hard. `prefer`, the route in use,
-    is kept unless another saves more than the share `hysteresis` of its cost.
-    """
-
-    n_blocks: int
-    tokens: int = 1  # 1: a decode step; more: a prefill chunk
-    row_bytes: int = 0  # of one token's hidden state on the wire; 0: transfer costs nothing
-    avoid_peers: frozenset[PeerId] = frozenset()
-    avoid_edges: frozenset[Edge] = frozenset()
-    penalties: Mapping[PeerId, float] = field(default_factory=dict)
-    held: frozenset[PeerId] = frozenset()
-    context: int = 0
-    constraints: Constraints = field(default_factory=Constraints)
-    prefer: Route | None = None
-    hysteresis: float = 0.1
-
-    def __post_init__(self) -> None:
-        if self.n_blocks < 1 or self.tokens < 1 or self.row_bytes < 0:
-            raise BadInput("a request needs at least one block and one token, and row_bytes not negative")
-        if not 0 <= self.hysteresis < math.inf:
-            raise BadInput(f"hysteresis must be finite and not negative, not {self.hysteresis}")
-        if not all(0 <= penalty < math.inf for penalty in self.penalties.values()):
-            raise BadInput("penalties must be finite and not negative")
-
-    def replay_s(self, costs: Costs, record: PeerRecord) -> float:
-        """What computing the context anew adds to a token, a block of a peer."""
-        if not self.context or record.peer_id in self.held:
-            return 0.0
-        return self.context * costs.block_s(record, CHUNK) / CHUNK / REPAID_OVER
-
-    def penalty_s(self, peer: PeerId) -> float:
-        return min(self.penalties.get(peer, 0.0), LONGEST_S)
-
-    def uses_avoided(self, route: Route) -> int:
-        """How many hops of a route are on avoided peers, and `EDGE_WEIGHT` for each avoided edge that it crosses."""
-        crossed = EDGE_WEIGHT * sum(edge in self.avoid_edges for edge in edges(route))
-        return crossed + sum(hop.peer_id in self.avoid_peers for hop in route)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +47,8 @@ class HopCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A route, what it costs (seconds, the sum of its terms), and why it was taken."""
+    """A route, what it costs (seconds, the sum of its terms), and why it was taken. `slowest_s`: the longest stage of a
+    pass, where throughput is wanted."""
 
     route: Route
     cost_s: float
@@ -115,16 +57,29 @@ class Plan:
     kept: bool = False  # it is the request's `prefer`
     fastest_s: float | None = None  # the best chain found; None: no search was made
     relaxations: int = 0  # moves between peers that the search looked at
+    objective: Objective = Objective.LATENCY
+    slowest_s: float = 0.0
+    rows_per_s: float = 0.0  # that stage's
+
+    @property
+    def rank(self) -> tuple[int, float, float]:
+        """The less, the better, among plans for one request."""
+        aim = len(self.route) if self.objective is Objective.HOPS else self.slowest_s
+        return self.avoided, aim, self.cost_s
 
     def explain(self) -> str:
         """Why this route, and what each hop costs in milliseconds: a line for the route, one for each hop."""
-        why = "fastest chain" if self.fastest_s is not None else "as given"
-        if self.kept and self.fastest_s is not None:
+        why = _WHY[self.objective] if self.fastest_s is not None else "as given"
+        if self.kept and self.objective is not Objective.LATENCY:
+            why = "kept: too little gained by moving"
+        elif self.kept and self.fastest_s is not None:
             why = f"kept: another chain takes {self.fastest_s * 1e3:.1f} ms, too little gained by moving"
             if self.fastest_s == self.cost_s:
                 why = "kept: no chain is faster"
         if self.avoided:
             why += "; nothing covers the model without peers that failed or edges that broke"
+        if self.slowest_s:
+            why += f"; {self.rows_per_s:.0f} rows a second, the slowest stage {self.slowest_s * 1e3:.1f} ms a pass"
         lines = [f"{self.cost_s * 1e3:.1f} ms ({why})"]
         for term in self.terms:
             line = (
@@ -136,8 +91,15 @@ class Plan:
         return "\n".join(lines)
 
 
+_WHY = {
+    Objective.LATENCY: "fastest chain",
+    Objective.THROUGHPUT: "chain of highest throughput",
+    Objective.HOPS: "chain of fewest hops",
+}
+
+
 def plan(view: View, costs: Costs, request: Request, now: float) -> Plan:
-    """The cheapest chain for a request, or `request.prefer` where the gain is not worth a move.
+    """The best chain for a request, or `request.prefer` where the gain is not worth a move.
 
     Only SERVING peers that have not expired take a route. A DRAINING peer does so for blocks that nobody else
     serves, if it is in `prefer` already. Equal costs: staying on a peer goes before moving, then the smaller
@@ -146,18 +108,39 @@ def plan(view: View, costs: Costs, request: Request, now: float) -> Plan:
     servers = _servers(view, request, now)
     missing = [block for block, peers in enumerate(servers) if not peers]
     if missing:
-        who = "no peer that this session allows" if request.constraints.any else "nobody"
-        raise NoRoute(f"{who} serves {_ranges(missing)} of {request.n_blocks} blocks", blocks=missing)
+        raise _nobody(view, request, now, missing)
     route, relaxations = _search(view, costs, request, servers)
     best = replace(route_cost(route, view, costs, request), relaxations=relaxations)
     prefer = request.prefer
     if prefer is None or not _is_valid(prefer, servers):
         return replace(best, fastest_s=best.cost_s)
     kept = route_cost(prefer, view, costs, request)
-    gain_s = kept.cost_s - best.cost_s
-    if kept.avoided > best.avoided or gain_s > request.hysteresis * kept.cost_s:
+    if kept.avoided > best.avoided or _gains(kept, best, request):
         return replace(best, fastest_s=best.cost_s)
     return replace(kept, kept=True, fastest_s=min(kept.cost_s, best.cost_s), relaxations=relaxations)
+
+
+def _gains(kept: Plan, best: Plan, request: Request) -> bool:
+    """Whether the best chain is worth a move: by what is wanted, or as good in that and of less latency."""
+    if request.objective is Objective.HOPS and len(best.route) < len(kept.route):
+        return True
+    if kept.slowest_s - best.slowest_s > request.hysteresis * kept.slowest_s:
+        return True
+    return kept.cost_s - best.cost_s > request.hysteresis * kept.cost_s
+
+
+def _nobody(view: View, request: Request, now: float, missing: list[int]) -> NoRoute:
+    """With the constraints that leave out who serves those blocks."""
+    text, limits = f"serves {_ranges(missing)} of {request.n_blocks} blocks", request.constraints
+    forbidden = limits.forbidden(view.alive(now, PeerState.SERVING), missing, request.n_blocks)
+    if not forbidden:
+        return NoRoute(f"nobody {text}", blocks=missing)
+    why = ", ".join(f"{name} ({len(peers)} peer{'s' if len(peers) > 1 else ''})" for name, peers in forbidden.items())
+    return NoRoute(
+        f"no peer that this session allows {text}; left out by {why}",
+        blocks=missing,
+        advice="Allow more peers, or start one that may take part.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +196,7 @@ def _within(route: Route, view: View, costs: Costs, request: Request, now: float
         ways = {
             peer: min(
                 (
-                    cost + _edge_s(costs, request, end, peer) + costs.queue_s(view.records[peer])
+                    cost + edge_s(costs, request, end, peer) + costs.queue_s(view.records[peer])
                     + blocks * costs.block_s(view.records[peer], request.tokens) + request.penalty_s(peer),
                     (*hops, Hop(peer, hop.entry, hop.exit)),
                 )
@@ -221,7 +204,7 @@ def _within(route: Route, view: View, costs: Costs, request: Request, now: float
             )
             for peer in sorted(able | {hop.peer_id})
         }  # fmt: skip
-    _, hops = min((cost + _edge_s(costs, request, end, CLIENT), hops) for end, (cost, hops) in ways.items())
+    _, hops = min((cost + edge_s(costs, request, end, CLIENT), hops) for end, (cost, hops) in ways.items())
     return Route(hops)
 
 
@@ -234,9 +217,9 @@ def route_cost(route: Route, view: View, costs: Costs, request: Request) -> Plan
     terms = []
     for index, hop in enumerate(route):
         record = view.records[hop.peer_id]
-        network_s = _edge_s(costs, request, *ways[index])
+        network_s = edge_s(costs, request, *ways[index])
         if index == len(route) - 1:
-            network_s += _edge_s(costs, request, *ways[-1])
+            network_s += edge_s(costs, request, *ways[-1])
         terms.append(
             HopCost(
                 hop=hop,
@@ -247,31 +230,56 @@ def route_cost(route: Route, view: View, costs: Costs, request: Request) -> Plan
                 replay_s=request.replay_s(costs, record) * (hop.exit - hop.entry),
             )
         )
+    longest_s = slowest_s(route, view, costs, request) if request.objective is Objective.THROUGHPUT else 0.0
     return Plan(
         route=route,
         cost_s=sum(term.total_s for term in terms),
         terms=tuple(terms),
         avoided=request.uses_avoided(route),
+        objective=request.objective,
+        slowest_s=longest_s,
+        rows_per_s=request.pass_rows / longest_s if longest_s else 0.0,
     )
 
 
 def _search(view: View, costs: Costs, request: Request, servers: list[list[PeerId]]) -> tuple[Route, int]:
-    """The cheapest chain, and how many moves were looked at. Avoided things cost a fault each, not a time."""
+    """The best chain, and how many moves were looked at."""
+    if request.objective is not Objective.THROUGHPUT:
+        return _cheapest(view, costs, request, servers)
+    if not (request.avoid_peers or request.avoid_edges):
+        return pipelined(view, costs, request, servers, frozenset()), 0
+    # What has to be avoided is told by the cheapest chain: the search goes on among those that need no more.
+    least, relaxations = _cheapest(view, costs, request, servers)
+    spared = request.avoid_peers - least.peers
+    servers = [[peer for peer in those if peer not in spared] for those in servers]
+    found = pipelined(view, costs, request, servers, request.avoid_edges - set(edges(least)))
+    return (least if request.uses_avoided(found) > request.uses_avoided(least) else found), relaxations
+
+
+def _cheapest(view: View, costs: Costs, request: Request, servers: list[list[PeerId]]) -> tuple[Route, int]:
+    """By the sum of costs, and how many moves were looked at. Avoided things cost a fault each, not a time; so do hops
+    where these are to be few, a fault then outweighing all hops."""
     peers = sorted({peer for those in servers for peer in those})
     number = {peer: index for index, peer in enumerate(peers)}
     records = [view.records[peer] for peer in peers]
-    fault = FAULT_PER_BLOCK * request.n_blocks
+    fault, hop = FAULT_PER_BLOCK * request.n_blocks, 0.0
+    if request.objective is Objective.HOPS:
+        fault, hop = fault * (request.n_blocks + 1), fault
 
     def edge(a: PeerId, b: PeerId) -> float:
-        cost = _edge_s(costs, request, a, b)
+        cost = edge_s(costs, request, a, b)
         return cost + EDGE_WEIGHT * fault if (a, b) in request.avoid_edges else cost
 
+    prefer = request.prefer
+    known: list[int] = []
+    if prefer is not None and _is_valid(prefer, servers):
+        known = [number[hop.peer_id] for hop in prefer for _ in range(hop.entry, hop.exit)]
     search = Search(
         servers=[[number[peer] for peer in those] for those in servers],
         block_cost=[costs.block_s(record, request.tokens) + request.replay_s(costs, record) for record in records],
         toll=[
-            costs.queue_s(record)
-            + request.penalty_s(record.peer_id)
+            hop
+            + toll_s(costs, request, record)
             + (fault if record.peer_id in request.avoid_peers else 0.0)
             for record in records
         ],
@@ -279,6 +287,7 @@ def _search(view: View, costs: Costs, request: Request, servers: list[list[PeerI
         leave=[edge(peer, CLIENT) for peer in peers],
         shortest=[costs.least_link_s(peer) for peer in peers],
         link=lambda a, b: edge(peers[a], peers[b]),
+        known=known,
     )
     hops: list[Hop] = []
     for block, index in enumerate(search.run()):
@@ -292,17 +301,17 @@ def _search(view: View, costs: Costs, request: Request, servers: list[list[PeerI
 def _servers(view: View, request: Request, now: float) -> list[list[PeerId]]:
     """For each block, the peers that may take it, in order of their ids."""
     servers: list[list[PeerId]] = [[] for _ in range(request.n_blocks)]
-    allows = request.constraints.allows if request.constraints.any else None
+    forbids = request.constraints.forbids_block if request.constraints.any else None
     for record in view.alive(now, PeerState.SERVING):
         for block in range(record.span.start, min(record.span.end, request.n_blocks)):
-            if allows is None or allows(record.peer_id, block, request.n_blocks):
+            if forbids is None or not forbids(record, block, request.n_blocks):
                 servers[block].append(record.peer_id)
     if request.prefer is not None and not all(servers):
         bare = {block for block, peers in enumerate(servers) if not peers}
         for record in view.alive(now, PeerState.DRAINING):
             if record.peer_id in request.prefer.peers:
                 for block in bare.intersection(range(record.span.start, record.span.end)):
-                    if allows is None or allows(record.peer_id, block, request.n_blocks):
+                    if forbids is None or not forbids(record, block, request.n_blocks):
                         servers[block].append(record.peer_id)
     return servers
 
@@ -312,19 +321,6 @@ def _is_valid(route: Route, servers: list[list[PeerId]]) -> bool:
     if not route.hops or route.hops[-1].exit != len(servers):
         return False
     return all(hop.peer_id in servers[block] for hop in route for block in range(hop.entry, hop.exit))
-
-
-def edges(route: Route) -> Iterator[Edge]:
-    """From the client through the hops and back: one more than there are hops."""
-    ends = [CLIENT, *(hop.peer_id for hop in route), CLIENT]
-    return pairwise(ends)
-
-
-def _edge_s(costs: Costs, request: Request, a: PeerId, b: PeerId) -> float:
-    """One way between two ends, with what is sent over it: all rows; back to the client only the last."""
-    rows = 1 if b == CLIENT else request.tokens
-    link_s = costs.link_s(a, b)
-    return link_s + costs.transfer_s(a, b, rows * request.row_bytes, link_s)
 
 
 def _ranges(blocks: Iterable[int]) -> str:

@@ -9,8 +9,8 @@ shorter than the direct way. Dynamic programming over blocks, kept small by thre
 - a move is tried from the cheapest standing place on, until even the shortest link into the peer would lose;
 - with that shortest link in place of the true one, what is still to come is a sum backwards over the blocks,
   alike for all who move; it bounds the rest of every path from below (the A* idea of Hart, Nilsson and
-  Raphael, 1968), so that all are dropped that cannot beat the better of two chains found by going ahead
-  greedily.
+  Raphael, 1968), so that all are dropped that cannot beat the better of two chains: found by going ahead
+  greedily, or the one in use.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 
 @dataclass(kw_only=True)
@@ -31,6 +32,7 @@ class Search:
     leave: Sequence[float]  # per peer: to the end
     shortest: Sequence[float]  # per peer: no link into it is shorter
     link: Callable[[int, int], float]
+    known: Sequence[int] = ()  # a path, the peer for each block, that the cheapest is not to exceed: in use already
     relaxations: int = 0  # moves looked at
     _into: list[list[float | None]] = field(default_factory=list)  # links by target, source; None: not asked
 
@@ -40,8 +42,9 @@ class Search:
     def run(self) -> list[int]:
         """The peer for each block. Of equal paths: stay rather than move, then the smaller number before."""
         to_go = self._to_go(self.shortest)  # no more than it will truly be
-        usually_to_go = self._to_go(self._usual())
-        chain_cost = min(self._one_good_chain(to_go), self._one_good_chain(usually_to_go))
+        # A path in use is seldom far from the best, which makes the second guess not worth its time.
+        other_cost = self._path_cost(self.known) if self.known else self._one_good_chain(self._to_go(self._usual()))
+        chain_cost = min(self._one_good_chain(to_go), other_cost)
         # Room for rounding: the bound and the path's own cost are summed in another order.
         limit = chain_cost + 1e-9 + 1e-12 * chain_cost
         at: dict[int, float] = {}
@@ -137,6 +140,14 @@ class Search:
                         step, target, best = run, peer, run + rest[peer]
             cost, place = cost + step, target
         return cost + self.leave[place]
+
+    def _path_cost(self, path: Sequence[int]) -> float:
+        cost = self.enter[path[0]] + self.toll[path[0]] + self.block_cost[path[0]]
+        for before, peer in pairwise(path):
+            cost += self.block_cost[peer]
+            if peer != before:
+                cost += self._link(before, peer) + self.toll[peer]
+        return cost + self.leave[path[-1]]
 
     def _link(self, a: int, b: int) -> float:
         self.relaxations += 1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 
 from routing.coordinates import Coordinate
 from routing.errors import BadInput
@@ -41,6 +42,30 @@ class Span:
         return cls(int(start), int(end))
 
 
+class Objective(StrEnum):
+    """What a session wants of its route. With the last two, chains as good are told apart by their latency."""
+
+    LATENCY = "latency"  # the least time of one step
+    THROUGHPUT = "throughput"  # the most rows a second, where many flow through the chain at once
+    HOPS = "hops"  # the fewest hops, where each costs: a metered link
+
+    @classmethod
+    def parse(cls, text: str) -> Objective:
+        """Raises BadInput."""
+        try:
+            return cls(text)
+        except ValueError:
+            raise BadInput(f"objective is one of {', '.join(cls)}, not {text!r}") from None
+
+
+def parse_region(text: str) -> str:
+    """The name of a data region as all compare it: lower case. Raises BadInput."""
+    name = text.lower()
+    if not re.fullmatch("[a-z0-9-]{1,16}", name):
+        raise BadInput(f"{text[:40]!r} is not a region; write up to 16 letters, digits and hyphens, as in eu-west")
+    return name
+
+
 class PeerState(IntEnum):
     JOINING = 0
     SERVING = 1
@@ -64,6 +89,8 @@ class PeerRecord:
     cache_free: int = 0  # positions that still fit
     cache_total: int = 0
     place: Coordinate | None = None  # where it is in the network; None: not known
+    dtype: str = ""  # what its blocks compute in, their weights not quantized further; empty: not stated
+    region: str = ""  # the data region that its owner states; empty: not stated
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -73,6 +100,9 @@ class Hop:
     peer_id: PeerId
     entry: int
     exit: int
+
+    def __len__(self) -> int:
+        return self.exit - self.entry
 
     def __str__(self) -> str:
         return f"{self.peer_id[-6:]}[{self.entry}:{self.exit}]"

@@ -69,6 +69,17 @@ Never = Annotated[list[str], typer.Option(metavar="PEER", help="never use this p
 Trusted = Annotated[
     list[str], typer.Option(metavar="PEER", help="a peer for the first and last block, no others; may be repeated")
 ]
+Region = Annotated[
+    list[str], typer.Option(metavar="NAME", help="use peers alone that state this data region; may be repeated")
+]
+Exact = Annotated[bool, typer.Option("--exact", help="use peers alone that state that they compute in --dtype")]
+Goal = Annotated[
+    str,
+    typer.Option(
+        metavar="latency|throughput|hops",
+        help="what a route is chosen for: one token's time, many prompts at once, or few links that cost",
+    ),
+]
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32 or bfloat16, here and on the wire")]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, nothing else")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="log what happens; show tracebacks")]
@@ -122,6 +133,9 @@ def generate(
     only: Only = [],  # noqa: B006
     never: Never = [],  # noqa: B006
     trusted: Trusted = [],  # noqa: B006
+    region: Region = [],  # noqa: B006
+    exact: Exact = False,
+    objective: Goal = "latency",
     dtype: Dtype = "float32",
     as_json: Json = False,
     verbose: Verbose = False,
@@ -147,7 +161,7 @@ def generate(
             model=model, join=join, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
             repetition_penalty=repetition_penalty, seed=seed, stop=tuple(stop), system=system, wait_s=wait,
             timeout_s=timeout, standby=standby, only=tuple(only), never=tuple(never), trusted=tuple(trusted),
-            dtype=dtype,
+            region=tuple(region), exact=exact, objective=objective, dtype=dtype,
         )  # fmt: skip
         run_loop(answer(console, asking, text, raw=raw, trace=trace))
 
@@ -174,6 +188,9 @@ def chat(
     only: Only = [],  # noqa: B006
     never: Never = [],  # noqa: B006
     trusted: Trusted = [],  # noqa: B006
+    region: Region = [],  # noqa: B006
+    exact: Exact = False,
+    objective: Goal = "latency",
     dtype: Dtype = "float32",
     as_json: Json = False,
     verbose: Verbose = False,
@@ -198,7 +215,7 @@ def chat(
             model=model, join=join, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
             repetition_penalty=repetition_penalty, seed=seed, stop=tuple(stop), system=system, wait_s=wait,
             timeout_s=timeout, standby=standby, only=tuple(only), never=tuple(never), trusted=tuple(trusted),
-            dtype=dtype,
+            region=tuple(region), exact=exact, objective=objective, dtype=dtype,
         )  # fmt: skip
         talk(console, asking, save)
 
@@ -258,13 +275,21 @@ def top(
 def route(
     join: Join,
     why: Annotated[bool, typer.Option("--explain", help="show the runner-up too, and who was left out")] = False,
+    only: Only = [],  # noqa: B006
+    never: Never = [],  # noqa: B006
+    trusted: Trusted = [],  # noqa: B006
+    region: Region = [],  # noqa: B006
+    exact: Exact = False,
+    objective: Goal = "latency",
+    dtype: Dtype = "float32",
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Show the way that a token would take now.
 
     Each hop with its milliseconds, as measured from here and as the peers say. --explain shows the runner-up, each
-    term of both, and which peers were left out for which reason. Exit code 4 if some blocks are not served.
+    term of both, and which peers were left out for which reason. Exit code 4 if some blocks are not served. The other
+    options mean what they mean in `swarm generate`; throughput is by what peers compute, links are not counted.
 
     \b
     Example:  swarm route --join CODE --explain
@@ -273,9 +298,15 @@ def route(
     console = _console(as_json, verbose)
     with guarded(console):
         _check(join)
+        from routing.constraints import Constraints
+        from routing.types import Objective
         from swarm.commands.route import route as show
 
-        run_loop(show(console, join, why=why))
+        constraints = Constraints.of(
+            only=only or None, never=never, trusted=trusted or None, region=region or None,
+            exact=dtype if exact else None,
+        )  # fmt: skip
+        run_loop(show(console, join, why=why, constraints=constraints, objective=Objective.parse(objective)))
 
 
 @app.command()

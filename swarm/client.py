@@ -26,13 +26,15 @@ from routing.crowding import crowd_penalties
 from routing.errors import BadInput, DaemonFailed, NoRoute, SwarmError, TimedOut, Unreachable, WrongModel
 from routing.explain import Explanation, explain
 from routing.health import Health
-from routing.planner import CHUNK, Plan, Request, Split, plan, route_cost, split_plan
+from routing.planner import Plan, Split, plan, route_cost, split_plan
+from routing.request import CHUNK, Request
+from routing.trials import Trials
 from routing.types import Hop, PeerId, PeerRecord, PeerState, Route
 from routing.view import Expired, RecordsSeen, View, apply
 from swarm import manifest as manifests
 from swarm import native
 from swarm.checkpoint import Checkpoint
-from swarm.codec import encode_rows
+from swarm.codec import encode_rows, lossless_codec
 from swarm.compute import ComputeThread
 from swarm.discovery import Directory
 from swarm.families import Family, text_config
@@ -49,6 +51,7 @@ from swarm.scorer import BatchingScorer
 from swarm.session import Session, SessionConfig, StepTrace
 from swarm.tasks import Tasks
 from swarm.transport import Endpoint, StreamCarrier
+from swarm.trial import Trial
 from swarm.warm import WarmPrefixes
 
 log = logging.getLogger(__name__)
@@ -61,6 +64,7 @@ GOODBYE_S = 300.0  # after so long, a peer has noticed by itself that nobody spe
 PROBES_AT_ONCE = 8
 FIRST_PROBE_S = 1.0
 REFRESH_JITTER = (0.8, 1.2)  # clients that started together do not read together
+TRIAL_DIAL_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +98,8 @@ class SwarmClient:
         self.sessions: dict[bytes, Session] = {}
         self.scope = 0  # part of all names: what was computed before a peer was found wrong is not shared after
         self.warm = WarmPrefixes()
+        self._trials = Trials()
+        self._on_trial: dict[bytes, Trial] = {}
         self.links_lost: list[tuple[float, PeerId, str]] = []
         self._silence = False  # was what ended the last link, or dial
         self.head: Head
@@ -273,7 +279,9 @@ class SwarmClient:
         view = self._candidates.short_view(self.view, now, replace(request, prefer=route))
         shown = self.view.records.keys() & (without.keys() | avoided.keys())
         view = View({**view.records, **{peer: self.view.records[peer] for peer in shown}}, self.n_blocks)
-        return explain(view, self.costs, request, now, route=route, without=without, avoided=avoided)
+        return explain(
+            view, self.costs, request, now, route=route, without=without, avoided=avoided, swarm=self.view
+        )
 
     def price(self, route: Route, request: Request) -> Plan | None:
         """What a given route costs now; None if a record is gone."""
@@ -316,15 +324,50 @@ class SwarmClient:
         """Every step brings its own timing."""
         self.costs.advance(trace.at_s + trace.total_s)
         for index, hop in enumerate(trace.hops):
-            peer_id, blocks = hop.hop.peer_id, hop.hop.exit - hop.hop.entry
+            peer_id = hop.hop.peer_id
             if trace.tokens == 1 and hop.compute_s > 0:
-                record = self.view.records.get(peer_id)
-                claimed_s = record.decode_s if record is not None else 0.0
-                self.costs.observe_decode(peer_id, hop.compute_s / blocks, claimed_s)
+                self._observe_decode(hop.hop, hop.compute_s)
+            elif trace.computed > 1:
+                blocks = hop.hop.exit - hop.hop.entry
+                self.costs.observe_prefill(peer_id, hop.compute_s / (blocks * trace.computed))
             self.costs.observe_queue(peer_id, hop.queue_s)
             self.health.worked(peer_id, trace.at_s + trace.total_s)
             if hop.from_peer_s > 0:
                 self.costs.observe_rtt(trace.hops[index - 1].hop.peer_id, peer_id, 2 * hop.from_peer_s)
+            if hop.next_bytes_s and index + 1 < len(trace.hops):
+                self.costs.observe_bandwidth(peer_id, trace.hops[index + 1].hop.peer_id, hop.next_bytes_s)
+        first = self.link(trace.hops[0].hop.peer_id) if trace.hops else None
+        if first is not None and first.bytes_per_s:
+            self.costs.observe_bandwidth(CLIENT, first.remote, first.bytes_per_s)
+
+    def _observe_decode(self, hop: Hop, compute_s: float) -> None:
+        record = self.view.records.get(hop.peer_id)
+        claimed_s = record.decode_s if record is not None else 0.0
+        self.costs.observe_decode(hop.peer_id, compute_s / (hop.exit - hop.entry), claimed_s)
+
+    def try_out(self, route: Route, other: Route) -> None:
+        """Find out, beside the text, how fast somebody in a route truly is that seems cheaper than the one in use."""
+        hop = self._trials.choose(route, other, time.monotonic())
+        if hop is not None:
+            self.spawn(self._try(hop))
+
+    async def _try(self, hop: Hop) -> None:
+        if await self.connect([hop.peer_id], TRIAL_DIAL_S):
+            return
+        link = self.link(hop.peer_id)
+        if link is None:
+            return
+        codec = lossless_codec(self.config.dtype)
+        trial = Trial(link, hop, self.embed([0], 0, codec), codec)
+        self._on_trial[trial.id] = trial
+        try:
+            timing = await trial.run()
+        finally:
+            del self._on_trial[trial.id]
+        self.costs.advance(time.monotonic())
+        if timing is not None and timing.compute_us:
+            self._observe_decode(hop, timing.compute_us / 1e6)
+            self.costs.observe_queue(hop.peer_id, timing.queue_us / 1e6)
 
     # -- links -----------------------------------------------------------------------------------------------
 
@@ -382,7 +425,7 @@ class SwarmClient:
         without = without | self.leaving
         for record in self.records():
             fits = record.span.start <= hop.entry and hop.exit <= record.span.end
-            allowed = record.peer_id not in without and constraints.allow_hop(record.peer_id, hop, self.n_blocks)
+            allowed = record.peer_id not in without and constraints.allow_hop(record, hop, self.n_blocks)
             if fits and allowed and record.state is PeerState.SERVING:
                 compute_s = self.costs.block_s(record, 1) * (hop.exit - hop.entry)
                 found.append((compute_s + self.costs.link_s(CLIENT, record.peer_id), record.peer_id))
@@ -424,6 +467,8 @@ class SwarmClient:
         session = self.sessions.get(frame.session)
         if session is not None:
             session.frame_received(frame, link.remote)
+        elif (trial := self._on_trial.get(frame.session)) is not None and trial.hop.peer_id == link.remote:
+            trial.receive(frame)
 
     def link_lost(self, link: Link, reason: str) -> None:
         log.info("lost %s: %s", link.remote, reason)

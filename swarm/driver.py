@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import msgspec
+
 from routing.cost import CLIENT
 from routing.errors import ProtocolError, SessionError, Superseded
 from routing.types import Hop, PeerId, Route
@@ -69,12 +71,14 @@ class StandbyLost:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
     """Outputs of the last block at positions `[start, end)`, one object a RESULT frame, in order. `timings`: for each
-    hop what the last frame says, and computing summed over all frames of the step."""
+    hop what the last frame says, and computing summed over all frames of the step; `computed` positions, 0 where some
+    hop had some of them already."""
 
     start: int
     end: int
     rows: tuple[Any, ...]
     timings: tuple[HopTiming, ...]
+    computed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,7 @@ class Driver:
         self._want = self._opened_at = 0
         self._results: dict[int, tuple[int, Any]] = {}  # start -> (end, rows)
         self._timings: tuple[HopTiming, ...] = ()
+        self._computed: float = 0  # positions of the step that all hops computed; not finite: some did not
         self._outflows: dict[int, Outflow] = {}  # per place: the first hop, and who stands by for it
         self._standing: dict[int, int] = {}  # per place of a standby for the first hop: what it has been sent
         self._standby_lost: set[PeerId] = set()
@@ -192,7 +197,7 @@ class Driver:
         self.tokens.extend(tokens)
         self.names.extend(tokens)
         self._want = len(self.tokens) - 1 if want is None else want
-        self._results, self._timings = {}, ()
+        self._results, self._timings, self._computed = {}, (), 0
         self.awaiting, self.progress_at = True, now
         if self.route is not None and not self.healing and self.stopped is None:
             self._send_step(self.done_to)
@@ -242,7 +247,7 @@ class Driver:
         if self.awaiting:
             repeat = min(self._want, start - (self.config.chunk or LEAST_CHUNK) if self.epoch > 0 else warm)
             start = max(self.done_to, repeat)
-        self._opened_at, self._timings = start, ()
+        self._opened_at, self._timings, self._computed = start, (), 0
         fresh = [bool(self._seats) and (hop.peer_id, hop.entry, hop.exit) not in self._seats for hop in route]
 
         def place(index: int, hop: Hop) -> OpenHop:
@@ -454,6 +459,8 @@ class Driver:
             return  # of content that was taken back
         self.progress_at = now
         self._timings = _added(self._timings, frame.note.timings)
+        anew = all(timing.compute_us for timing in frame.note.timings)
+        self._computed += frame.end - frame.start if anew else math.inf
         first = max(frame.start, self._want)
         if first < frame.end and max(frame.start, frame.note.want) == first:  # its rows begin there
             rows = self._read(frame)
@@ -475,7 +482,8 @@ class Driver:
         assert self.route is not None
         for hop in self.route:  # the route worked, so its seats have applied their keep_to
             self._keep_to.pop((hop.peer_id, hop.entry, hop.exit), None)
-        self.effects.append(Output(start=self._want, end=at, rows=tuple(rows), timings=self._timings))
+        self.effects.append(Output(start=self._want, end=at, rows=tuple(rows), timings=self._timings,
+                                   computed=int(self._computed) if math.isfinite(self._computed) else 0))  # fmt: skip
         self._results = {}
 
     # -- sending ---------------------------------------------------------------------------------------------
@@ -536,4 +544,4 @@ def _added(before: tuple[HopTiming, ...], last: tuple[HopTiming, ...]) -> tuple[
     if len(before) != len(last):
         return last
     pairs = zip(before, last, strict=True)
-    return tuple(HopTiming(new.queue_us, old.compute_us + new.compute_us, new.rtt_next_us) for old, new in pairs)
+    return tuple(msgspec.structs.replace(new, compute_us=old.compute_us + new.compute_us) for old, new in pairs)

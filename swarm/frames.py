@@ -54,6 +54,7 @@ class HopTiming(msgspec.Struct, array_like=True, frozen=True):
     queue_us: int = 0
     compute_us: int = 0
     rtt_next_us: int = 0  # measured round trip to the next hop; 0: not known
+    next_bytes_s: int = 0  # bytes a second of late to the next hop; 0: not known
 
 
 class StepNote(msgspec.Struct, array_like=True, frozen=True):

@@ -21,9 +21,10 @@ from routing.cost import CLIENT
 from routing.errors import NoRoute, Overloaded, SessionError, SwarmError, TimedOut
 from routing.explain import Explanation
 from routing.moving import Mover, crowds, is_made_ready_first
-from routing.planner import Plan, Request
+from routing.planner import Plan
+from routing.request import Request
 from routing.retry import RetryPolicy
-from routing.types import Hop, PeerId, Route
+from routing.types import Hop, Objective, PeerId, Route
 from swarm.driver import LEAST_CHUNK, NeedRoute, StandbyLost
 from swarm.standbys import Standbys
 
@@ -212,6 +213,8 @@ class Healing:
             return
         plan = self._mover.look(now, lambda margin: self._plan_beside(route, margin))
         if plan is None:
+            if seems := self._plan_beside(route, 0.0):
+                self.client.try_out(route, seems.route)
             return
         pace_s = self._mover.pace.now_s
         if not self._mover.our_turn(*crowds(route, plan.route, self.client.sessions_at), pace_s / plan.cost_s):
@@ -396,7 +399,8 @@ class Healing:
             if route is not None:
                 prompt -= shared
                 request = replace(request, held=route.peers, context=shared, prefer=route, hysteresis=0.0)
-        if not first or self.warm_peers or prompt < LEAST_CHUNK:
+        wants_latency = self.config.objective is Objective.LATENCY  # others choose one chain for all
+        if not first or self.warm_peers or prompt < LEAST_CHUNK or not wants_latency:
             return self.client.plan(request, without=without, spread=self._random if first else None)
         found = self.client.plan_split(request, prompt, EXPECTED_TOKENS, without=without)
         if isinstance(found, Plan):
@@ -422,6 +426,8 @@ class Healing:
             held=held,
             context=self.session.position if held else 0,
             constraints=self.config.constraints,
+            objective=self.config.objective,
+            row_bytes=self.driver.config.row_bytes,
         )
 
     async def _settle_edges(self) -> None:

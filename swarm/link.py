@@ -18,9 +18,10 @@ from typing import Protocol
 from routing.coordinates import DIMENSIONS, Coordinate, Vivaldi
 from routing.errors import BadInput, ProtocolError, TimedOut
 from routing.types import PeerId
-from swarm.channel import Channel
+from swarm.channel import BUFFER_BYTES, Channel
 from swarm.connection import Connection, Traffic
 from swarm.frames import NO_SESSION, Frame, FrameType, Ping, Pong
+from swarm.throughput import Throughput
 from swarm.wire import Limits
 
 SILENT, REPLACED = "silent", "replaced"  # begin the reason of a link that was given up, or that another one followed
@@ -196,6 +197,7 @@ class Link:
         self.place: Coordinate | None = None  # of the remote, as it says
         self.sessions = 0  # of anybody, that were active at the remote when it last answered a ping
         self._flush_soon = False
+        self._throughput = Throughput(BUFFER_BYTES * 3 // 4)  # a channel resumes when a quarter is left
         self._next_ping = 0
         self._asked: dict[int, float] = {}  # pings under way: when they were sent
         self._waiters: dict[int, asyncio.Future[float]] = {}
@@ -210,6 +212,11 @@ class Link:
     def rtt_s(self) -> float | None:
         """The least of the last round trips measured, in seconds."""
         return min(self._rtts) if self._rtts else None
+
+    @property
+    def bytes_per_s(self) -> float:
+        """How fast bulk left of late; 0: not known."""
+        return self._throughput.bytes_per_s(time.monotonic())
 
     @property
     def watched(self) -> bool:
@@ -320,6 +327,7 @@ class Link:
             self.lose(f"protocol error: {error}")
 
     def writable(self) -> None:
+        self._throughput.resumed(time.monotonic())
         if not self._flush_soon:
             self._flush()
 
@@ -334,6 +342,7 @@ class Link:
         before = self._connection.queued_bytes
         pieces = self._connection.data_to_send(most)
         if pieces:
+            self._throughput.wrote(sum(map(len, pieces)))
             self._channel.write(pieces)
         return before - self._connection.queued_bytes
 
@@ -346,6 +355,10 @@ class Link:
                 self._loop.call_soon(self._flush)
                 return
             written += self._write(_WRITE_BYTES)
+        if self._channel.paused:
+            self._throughput.paused(time.monotonic())
+        else:
+            self._throughput.emptied()
 
     def _ping(self) -> int:
         self._next_ping += 1

@@ -20,7 +20,7 @@ from typing import Any
 from routing.constraints import Constraints
 from routing.errors import BadInput, TimedOut
 from routing.explain import Explanation
-from routing.types import Hop, PeerId, PeerRecord, Route
+from routing.types import Hop, Objective, PeerId, PeerRecord, Route
 from swarm import saved
 from swarm.checkpoint import Checkpoint, open_checkpoint
 from swarm.client import ClientConfig, SwarmClient
@@ -96,6 +96,9 @@ class SwarmModel:
         only: Iterable[PeerId] | None = None,
         never: Iterable[PeerId] = (),
         trusted: Iterable[PeerId] | None = None,
+        region: str | Iterable[str] | None = None,
+        exact: bool = False,
+        objective: str = "latency",
         progress: Progress = silent,
     ) -> SwarmModel:
         """A model of the swarm that `join` names; nothing happens before `async with`.
@@ -109,7 +112,10 @@ class SwarmModel:
         "inputs" it keeps that, so that after a loss nothing is sent anew; with "warm" it computes it too when it has
         nothing else to do, so that a loss holds up the text for a few round trips however long it is; with "none"
         there is no such peer. Peer ids that routes are made of: `only` these, `never` those, and for the first and the
-        last block, which tell most of a text, only `trusted` ones; rather no route (NoRoute) than another.
+        last block, which tell most of a text, only `trusted` ones. `region`, one or several: only peers that state one
+        of them (`swarm serve --region`). `exact`: only peers that state that they compute in `dtype`. Rather no route
+        (NoRoute) than another. `objective`: routes of the least "latency"; of the most "throughput", for many prompts
+        at once, more than a chain has hops; or of the fewest "hops", where each link costs.
         Entering raises JoinError, ModelError, DaemonFailed and their kin.
         """
         if dtype not in COMPUTE_DTYPES or (wire is not None and wire not in COMPUTE_DTYPES):
@@ -122,11 +128,10 @@ class SwarmModel:
             recovery_s=recovery_s,
             share_prefixes=share_prefixes,
             standby=standby,
-            constraints=Constraints(
-                only=None if only is None else frozenset(only),
-                never=frozenset(never),
-                trusted=None if trusted is None else frozenset(trusted),
+            constraints=Constraints.of(
+                only=only, never=never, trusted=trusted, region=region, exact=dtype if exact else None
             ),
+            objective=Objective.parse(objective),
         )
         return cls(model, join, client, session, progress)
 
@@ -185,17 +190,22 @@ class SwarmModel:
 
     # -- text ------------------------------------------------------------------------------------------------
 
-    def session(self, *, wait_s: float | None = None, standby: str | None = None) -> TextSession:
-        """A sequence that stays open: what it holds is not sent again. Use it inside `async with`. `wait_s` and
-        `standby` as in `connect`, for this session."""
-        return TextSession(self, self._client.session(self._config_with(wait_s, standby)))
+    def session(
+        self, *, wait_s: float | None = None, standby: str | None = None, objective: str | None = None
+    ) -> TextSession:
+        """A sequence that stays open: what it holds is not sent again. Use it inside `async with`. `wait_s`, `standby`
+        and `objective` as in `connect`, for this session."""
+        return TextSession(self, self._client.session(self._config_with(wait_s, standby, objective)))
 
-    def _config_with(self, wait_s: float | None, standby: str | None) -> SessionConfig:
+    def _config_with(
+        self, wait_s: float | None, standby: str | None, objective: str | None = None
+    ) -> SessionConfig:
         config = self._session_config
         return replace(
             config,
             wait_s=config.wait_s if wait_s is None else wait_s,
             standby=config.standby if standby is None else standby,
+            objective=config.objective if objective is None else Objective.parse(objective),
         )
 
     def resume(

@@ -18,7 +18,7 @@ import msgspec
 
 from routing.coordinates import Coordinate
 from routing.errors import BadInput, ProtocolError
-from routing.types import PeerId, PeerRecord, PeerState, Span
+from routing.types import PeerId, PeerRecord, PeerState, Span, parse_region
 from swarm.identity import Identity, fields, verify
 
 DOMAIN = b"swarm-record-1"
@@ -26,6 +26,7 @@ VALUE_BYTES = 200  # so that one key can hold ten thousand peers within hivemind
 MOST_BLOCKS = 256
 HORIZON_S = 300.0
 MOST_ADDRESSES = 8
+DTYPES = {1: "float32", 2: "bfloat16"}  # that blocks compute in; any other number: not stated
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -43,6 +44,8 @@ class _Value(msgspec.Struct, array_like=True, frozen=True):
     cache_free: _Count
     cache_total: _Count
     place: Annotated[tuple[int, ...], msgspec.Meta(max_length=16)] = ()  # three axes, height (us), error (1/1000)
+    dtype: _Count = 0  # see DTYPES
+    region: str = ""
 
 
 class _Signed(msgspec.Struct, array_like=True, frozen=True):
@@ -85,9 +88,11 @@ def encode_record(record: PeerRecord, *, identity: Identity, swarm_id: bytes, ke
         cache_free=max(0, record.cache_free),
         cache_total=max(0, record.cache_total),
         place=_pack_place(record.place),
+        dtype=next((number for number, name in DTYPES.items() if name == record.dtype), 0),
+        region=record.region,
     )
     value = _encode(claims)
-    if len(value) > VALUE_BYTES:  # addresses matter more
+    if len(value) > VALUE_BYTES:  # the rest matters more
         value = _encode(msgspec.structs.replace(claims, place=()))
     if len(value) > VALUE_BYTES:
         raise BadInput(f"the record takes {len(value)} bytes of {VALUE_BYTES}; announce fewer addresses")
@@ -226,6 +231,8 @@ def _record(signed: _Signed, peer_id: PeerId) -> PeerRecord:
             cache_free=value.cache_free,
             cache_total=value.cache_total,
             place=_unpack_place(value.place),
+            dtype=DTYPES.get(value.dtype, ""),
+            region=_unpack_region(value.region),
         )
     except (msgspec.MsgspecError, BadInput, UnicodeDecodeError) as error:
         raise ProtocolError(f"a damaged record of {peer_id}: {error}") from None
@@ -256,6 +263,14 @@ def _unpack_place(packed: tuple[int, ...]) -> Coordinate | None:
         return None
     *seconds, error = packed
     return Coordinate.parse([*(each / 1e6 for each in seconds), error / 1e3])
+
+
+def _unpack_region(text: str) -> str:
+    """Empty, too, for what names no region: the rest of the record is as good without."""
+    try:
+        return parse_region(text)
+    except BadInput:
+        return ""
 
 
 def _split_address(address: str) -> tuple[str, int]:

@@ -239,7 +239,11 @@ def explanation_tables(explanation: Explanation) -> RenderableType:
         parts.append(_plan_table(runner_up, f"the runner-up ({more})", explanation.estimated))
     if explanation.estimated:
         parts.append(Text("~  a way that nobody measured yet, estimated", style="dim"))
+    for plan, name in ((chosen, "the route"), (runner_up, "the runner-up")):
+        if plan is not None and plan.slowest_s:
+            parts.append(Text(f"{name}: {plan.rows_per_s:,.0f} rows a second where many flow at once"))
     parts += [Text(f"left out: {short_id(peer)}, {why}") for peer, why in sorted(explanation.left_out.items())]
+    parts += map(Text, explanation.forbidden_lines)
     return Group(*parts)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from routing.constraints import Constraints
 from routing.errors import BadInput, ProtocolError, SessionError
-from routing.types import Hop, PeerId, Route
+from routing.types import Hop, Objective, PeerId, Route
 from swarm.codec import decode_rows, row_bytes
 from swarm.driver import (
     Driver,
@@ -28,7 +28,7 @@ from swarm.driver import (
     StandbyLost,
     Stopped,
 )
-from swarm.frames import Codec, Frame, FrameType, HopTiming
+from swarm.frames import Codec, Frame, FrameType
 from swarm.healing import Healing, Recovery
 from swarm.names import NameChain
 from swarm.saved import SavedGeneration, SavedSession
@@ -43,13 +43,15 @@ RESUMED_EPOCHS = 1 << 16  # above whatever the process before opened after it wa
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopTrace:
     """What one hop took of a step, in seconds. `network_s` is the way to it; the last hop's has the way back too.
-    `from_peer_s` is of that the way from the hop before, as that peer measured it; 0: not known, or the first hop."""
+    `from_peer_s` is of that the way from the hop before, as that peer measured it; 0: not known, or the first hop.
+    `next_bytes_s`: bytes a second from it to the next hop, of late; 0: not known."""
 
     hop: Hop
     queue_s: float
     compute_s: float
     network_s: float
     from_peer_s: float = 0.0
+    next_bytes_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,7 @@ class StepTrace:
     tokens: int
     epoch: int
     hops: tuple[HopTrace, ...]
+    computed: int = 0  # positions, by every hop; 0: not known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,7 @@ class SessionConfig:
     deadline_s: float | None = 60.0  # a step without any sign of progress, at most; learned from what steps take
     standby: str = "inputs"  # for each hop a second peer, where there is one: see MODES of `standbys.py`
     constraints: Constraints = field(default_factory=Constraints)  # which peers may run which blocks
+    objective: Objective = Objective.LATENCY  # of its routes
     share_prefixes: bool = True  # with other sessions of this client, also later ones: peers keep what was closed
 
     def __post_init__(self) -> None:
@@ -292,7 +296,7 @@ class Session:
         self.healing.step_ended()
         hidden = output.rows[0] if len(output.rows) == 1 else torch.cat(output.rows)
         if self.driver.route is not None:
-            trace = _trace(self.driver.route, output.timings, self.sent_at, now, self._sent_tokens, self.driver.epoch)
+            trace = _trace(self.driver.route, output, self.sent_at, now, self._sent_tokens, self.driver.epoch)
             self.traces.append(trace)
             self.client.learn(trace)
             if trace.tokens == 1:
@@ -317,10 +321,10 @@ class Session:
 
 
 def _trace(
-    route: Route, timings: tuple[HopTiming, ...], sent: float, now: float, tokens: int, epoch: int
+    route: Route, output: Output, sent: float, now: float, tokens: int, epoch: int
 ) -> StepTrace:
     """The way to the first hop and back from the last is what remains of the whole."""
-    hops = []
+    hops, timings = [], output.timings
     between = [timing.rtt_next_us / 2e6 for timing in timings]
     busy = sum((timing.queue_us + timing.compute_us) / 1e6 for timing in timings)
     rest = max(0.0, now - sent - busy - sum(between[:-1]))
@@ -335,6 +339,8 @@ def _trace(
                 compute_s=timing.compute_us / 1e6,
                 network_s=network,
                 from_peer_s=between[index - 1] if index else 0.0,
+                next_bytes_s=timing.next_bytes_s,
             )
         )
-    return StepTrace(at_s=sent, total_s=now - sent, tokens=tokens, epoch=epoch, hops=tuple(hops))
+    total_s, computed = now - sent, output.computed
+    return StepTrace(at_s=sent, total_s=total_s, tokens=tokens, epoch=epoch, hops=tuple(hops), computed=computed)

@@ -147,8 +147,10 @@ class SwarmModel:
     ) -> list[GenerationResult]:
         return self._loop.run(self._model.generate_batch(prompts, timeout_s=timeout_s, **settings))
 
-    def session(self, *, wait_s: float | None = None, standby: str | None = None) -> TextSession:
-        return TextSession(self._loop, self._model.session(wait_s=wait_s, standby=standby))
+    def session(
+        self, *, wait_s: float | None = None, standby: str | None = None, objective: str | None = None
+    ) -> TextSession:
+        return TextSession(self._loop, self._model.session(wait_s=wait_s, standby=standby, objective=objective))
 
     def resume(
         self, path: str | os.PathLike[str], *, wait_s: float | None = None, standby: str | None = None

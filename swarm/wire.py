@@ -275,7 +275,7 @@ def _check_open(body: Open, limits: Limits) -> str:
         return f"codec {body.codec} is not known in version {VERSION}"
     if not 0 <= body.numeric_class < 256 or not 0 <= body.need_end < _U32 or not 0 <= body.context < _U32:
         return "a number is out of range"
-    at = 0
+    at = body.route[0].entry
     for hop in body.route:
         if hop.entry != at:
             return f"the route is not a chain at block {at}"

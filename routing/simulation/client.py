@@ -18,7 +18,8 @@ from routing.candidates import Candidates
 from routing.cost import CLIENT, Costs, CostSettings
 from routing.crowding import crowd_penalties
 from routing.health import Health
-from routing.planner import CHUNK, Plan, Request, Split, plan, split_plan
+from routing.planner import Plan, Split, plan, split_plan
+from routing.request import CHUNK, Request
 from routing.simulation.chance import Chance
 from routing.simulation.world import Peer, World
 from routing.types import Hop, PeerId, PeerRecord, PeerState, Route

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from routing.planner import CHUNK
+from routing.request import CHUNK
 from routing.simulation.client import Client
 from routing.types import Hop, PeerId, Route
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from routing.errors import NoRoute
 from routing.moving import LOOK_AGAIN_S, Mover, crowds, is_made_ready_first
-from routing.planner import Plan, Request, Split
+from routing.planner import Plan, Split
+from routing.request import Request
 from routing.simulation.client import Client
 from routing.simulation.delays import catch_up_s, dial
 from routing.types import Hop, PeerId, Route

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from routing.candidates import Candidates
 from routing.cost import CLIENT, Costs, CostSettings
 from routing.errors import NoRoute
-from routing.planner import Request, plan
+from routing.planner import plan
+from routing.request import Request
 from routing.simulation.agenda import Agenda
 from routing.simulation.chance import Chance, Streams
 from routing.simulation.client import Client

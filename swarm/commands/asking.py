@@ -35,12 +35,25 @@ class Asking:
     only: tuple[str, ...] = ()
     never: tuple[str, ...] = ()
     trusted: tuple[str, ...] = ()
+    region: tuple[str, ...] = ()
+    exact: bool = False
+    objective: str = "latency"
     dtype: str = "float32"
 
     def connecting(self) -> dict[str, Any]:
         """What `SwarmModel.connect` takes of these, async or not."""
-        limits = {"only": self.only or None, "never": self.never, "trusted": self.trusted or None}
-        return {"join": self.join, "dtype": self.dtype, "wait_s": self.wait_s, "standby": self.standby, **limits}
+        return {
+            "join": self.join,
+            "dtype": self.dtype,
+            "wait_s": self.wait_s,
+            "standby": self.standby,
+            "only": self.only or None,
+            "never": self.never,
+            "trusted": self.trusted or None,
+            "region": self.region or None,
+            "exact": self.exact,
+            "objective": self.objective,
+        }
 
     def settings(self, new_tokens: int) -> dict[str, Any]:
         """Fields of GenerationSettings."""

@@ -5,24 +5,32 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from routing.constraints import Constraints
 from routing.cost import CLIENT, Costs, CostSettings
+from routing.errors import BadInput
 from routing.explain import Explanation, explain
-from routing.planner import Plan, Request
-from routing.types import Hop
+from routing.planner import Plan
+from routing.request import Request
+from routing.types import Hop, Objective
 from routing.view import RecordsSeen, View, apply
 from swarm.client import HOP_S
 from swarm.joincode import JoinCode
+from swarm.records import DTYPES
 from swarm.render import HopTimes, explanation_tables, route_table
 from swarm.status import Snapshot, look
 from swarm.terminal import Console
 
+EVERYBODY = Constraints()
 
-async def route(console: Console, join: str, *, why: bool) -> None:
+
+async def route(console: Console, join: str, *, why: bool, constraints: Constraints, objective: Objective) -> None:
     """`why`: with the runner-up and who was left out. Raises NoRoute, JoinError and its kin, DaemonFailed, TimedOut."""
     code = JoinCode.parse(join)
+    if constraints.exact not in (None, *DTYPES.values()):
+        raise BadInput(f"dtype is one of {', '.join(DTYPES.values())}, not {constraints.exact!r}")
     with console.progress("joining the swarm") as progress:
         snapshot = await look(code, progress=progress)
-    explanation = explained(snapshot)
+    explanation = explained(snapshot, constraints, objective)
     console.say(f"{snapshot.about.model}: a token takes {explanation.chosen.cost_s * 1e3:.1f} ms from here")
     if why:
         console.show(explanation_tables(explanation))
@@ -31,8 +39,11 @@ async def route(console: Console, join: str, *, why: bool) -> None:
     console.event(_facts(explanation))
 
 
-def explained(snapshot: Snapshot) -> Explanation:
-    """Of what each peer says of its speed, and the round trips measured from here. Raises NoRoute."""
+def explained(
+    snapshot: Snapshot, constraints: Constraints = EVERYBODY, objective: Objective = Objective.LATENCY
+) -> Explanation:
+    """Of what each peer says of its speed, and the round trips measured from here. How many bytes a row has is not
+    known: transfers cost nothing. Raises NoRoute."""
     costs = Costs(CostSettings(hop_s=HOP_S))
     silent = {}
     for peer in snapshot.peers:
@@ -42,7 +53,8 @@ def explained(snapshot: Snapshot) -> Explanation:
             costs.observe_rtt(CLIENT, peer.record.peer_id, peer.rtt_s)
     n_blocks = snapshot.about.n_blocks
     view = apply(View({}, n_blocks), RecordsSeen([peer.record for peer in snapshot.peers]))
-    return explain(view, costs, Request(n_blocks=n_blocks), 0.0, without=silent)
+    request = Request(n_blocks=n_blocks, constraints=constraints, objective=objective)
+    return explain(view, costs, request, 0.0, without=silent)
 
 
 def _times(plan: Plan, index: int) -> HopTimes:
@@ -57,6 +69,7 @@ def _facts(explanation: Explanation) -> dict[str, Any]:
         "route": _plan_facts(explanation.chosen, explanation.estimated),
         "runner_up": None if runner_up is None else _plan_facts(runner_up, explanation.estimated),
         "left_out": dict(explanation.left_out),
+        "left_out_by": {name: list(peers) for name, peers in explanation.forbidden.items()},
     }
 
 
@@ -69,4 +82,8 @@ def _plan_facts(plan: Plan, estimated: frozenset[Hop]) -> dict[str, Any]:
         }  # fmt: skip
         blocks = f"{term.hop.entry}:{term.hop.exit}"
         hops.append({"peer": term.hop.peer_id, "blocks": blocks, **times, "estimated": term.hop in estimated})
-    return {"ms": round(plan.cost_s * 1e3, 3), "hops": hops}
+    return {
+        "ms": round(plan.cost_s * 1e3, 3),
+        "rows_per_s": round(plan.rows_per_s, 1) or None,
+        "hops": hops,
+    }

@@ -71,5 +71,7 @@ def _peer_facts(peer: PeerSeen) -> dict[str, Any]:
         "cache_free": record.cache_free,
         "cache_total": record.cache_total,
         "sessions": peer.sessions,
+        "dtype": record.dtype or None,
+        "region": record.region or None,
         "addresses": list(record.addresses),
     }

@@ -12,8 +12,9 @@ from routing.candidates import Candidates
 from routing.constraints import Constraints
 from routing.cost import CLIENT, Costs
 from routing.errors import BadInput, NoRoute
-from routing.planner import Request, plan, route_cost
-from routing.types import PeerState, Route, Span
+from routing.planner import plan, route_cost
+from routing.request import Request
+from routing.types import Objective, PeerState, Route, Span
 from routing.view import Expired, PeerGone, RecordsSeen, View, apply
 from tests.routing.crowd import EXPIRES, crowd
 
@@ -126,14 +127,27 @@ def test_constraints_are_kept_by_the_few_too() -> None:
     assert median(ratios) <= 1.01 and max(ratios) <= 1.15, ratios
 
 
-def test_constraints_that_leave_nobody_are_refused() -> None:
-    for wrong in ({"only": frozenset()}, {"trusted": frozenset("a"), "never": frozenset("a")}):
-        with pytest.raises(BadInput, match="leaves no peer"):
-            Constraints(**wrong)
-    view, costs = crowd(10, BLOCKS, 1)
-    nobody = replace(REQUEST, constraints=Constraints(only=frozenset("x")))
-    with pytest.raises(NoRoute, match=f"no peer that this session allows serves 0:{BLOCKS}"):
-        plan(view, costs, nobody, 0.0)
+def test_those_who_are_left_out_stay_in_sight_where_nobody_else_serves() -> None:
+    view, costs = crowd(200, BLOCKS, 1)
+    view = View({peer: replace(record, region="eu") for peer, record in view.records.items()}, BLOCKS)
+    limited = replace(REQUEST, constraints=Constraints(region=frozenset({"us"})))
+    short = Candidates(BLOCKS, costs, few=0).short_view(view, 0.0, limited)
+    with pytest.raises(NoRoute, match="left out by region"):
+        plan(short, costs, limited, 0.0)
+
+
+@pytest.mark.parametrize("objective", [Objective.HOPS, Objective.THROUGHPUT])
+def test_the_few_do_for_other_ends_too(objective: Objective) -> None:
+    request, more = replace(REQUEST, objective=objective, row_bytes=2000), []
+    for seed in range(4):
+        view, costs = crowd(250, BLOCKS, seed, regions=6)
+        short = Candidates(BLOCKS, costs, row_bytes=2000).short_view(view, 0.0, request)
+        assert len(short.records) < 120
+        found, best = plan(short, costs, request, 0.0), plan(view, costs, request, 0.0)
+        assert len(found.route) == len(best.route) or objective is Objective.THROUGHPUT
+        assert found.slowest_s <= 1.02 * best.slowest_s
+        more.append(found.cost_s / best.cost_s)
+    assert median(more) <= 1.02 and max(more) <= 1.2, more
 
 
 def test_none_at_all_is_refused() -> None:

@@ -11,7 +11,8 @@ import pytest
 from routing.cost import CLIENT, Costs
 from routing.errors import NoRoute
 from routing.explain import explain
-from routing.planner import Request, plan, route_cost
+from routing.planner import plan, route_cost
+from routing.request import Request
 from routing.types import Hop, PeerState, Route
 from routing.view import View
 from tests.routing.crowd import crowd

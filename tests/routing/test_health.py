@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from routing.cost import Costs
 from routing.errors import BadInput
 from routing.health import Health, HealthPolicy
-from routing.planner import Request, plan
+from routing.planner import plan
+from routing.request import Request
 from routing.types import PeerRecord, Span
 from routing.view import View
 

@@ -9,7 +9,8 @@ import pytest
 
 from routing.cost import CLIENT, Costs
 from routing.moving import LEAST_MARGIN, LOOK_S, Mover, Pace
-from routing.planner import Plan, Request, plan
+from routing.planner import Plan, plan
+from routing.request import Request
 from routing.types import PeerRecord, Route, Span
 from routing.view import View
 
@@ -149,4 +150,4 @@ def test_a_move_makes_the_next_one_harder() -> None:
     assert not mover.is_due(LOOK_S / 2) and mover.is_due(LOOK_S)
     mover.look(LOOK_S, find)
     mover.look(700.0, find)
-    assert asked == [LEAST_MARGIN, pytest.approx(2 * LEAST_MARGIN), LEAST_MARGIN]
+    assert asked == [LEAST_MARGIN, pytest.approx(1.5 * LEAST_MARGIN), LEAST_MARGIN]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from routing.constraints import Constraints
 from routing.cost import CLIENT, Costs
 from routing.errors import BadInput, NoRoute
-from routing.planner import Plan, Request, Split, plan, route_cost, split_plan
+from routing.planner import Plan, Split, plan, route_cost, split_plan
+from routing.request import Request
 from routing.types import Hop, PeerRecord, PeerState, Route, Span
 from routing.view import View
 
@@ -67,6 +68,8 @@ def allowed(view: View, request: Request) -> list[list[str]]:
             if request.constraints.only is None or each.peer_id in request.constraints.only
             if block not in (0, view.n_blocks - 1) or request.constraints.trusted is None
             or each.peer_id in request.constraints.trusted
+            if request.constraints.region is None or each.region in request.constraints.region
+            if request.constraints.exact in (None, each.dtype)
         ]  # fmt: skip
         serving = [each.peer_id for each in alive if each.state is PeerState.SERVING]
         in_use = {hop.peer_id for hop in request.prefer} if request.prefer else set()
@@ -129,6 +132,8 @@ def swarms(draw: st.DrawFn, states: list[PeerState]) -> tuple[View, Costs]:
                 decode_s=draw(times),
                 prefill_s=draw(times),
                 queue_s=draw(times),
+                region=draw(st.sampled_from(["eu", "eu", ""])),
+                dtype=draw(st.sampled_from(["float32", "float32", "bfloat16"])),
             )
         )
     costs = Costs()
@@ -143,8 +148,9 @@ def swarms(draw: st.DrawFn, states: list[PeerState]) -> tuple[View, Costs]:
 
 some = st.none() | st.frozensets(st.sampled_from(NAMES), min_size=2)
 constraints = st.just(Constraints()) | st.builds(
-    Constraints, only=some, never=st.frozensets(st.sampled_from(NAMES), max_size=1), trusted=some
-)
+    Constraints, only=some, never=st.frozensets(st.sampled_from(NAMES), max_size=1), trusted=some,
+    region=st.sampled_from([None, None, frozenset({"eu", "us"})]), exact=st.sampled_from([None, None, "float32"]),
+)  # fmt: skip
 
 
 @st.composite

@@ -24,7 +24,6 @@ def table() -> SessionTable:
         make_store=DigestStore,
         row_bytes=lambda codec: ROW,
         admit=lambda layers, positions: True,
-        rtt_us=lambda peer_id: 0,
         limits=SessionLimits(),
     )
     route = (OpenHop("a", (), 0, 3, 2**32 - 1), OpenHop("b", (), 3, 6, 2**32 - 1))

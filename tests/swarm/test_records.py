@@ -12,7 +12,16 @@ from routing.coordinates import Coordinate
 from routing.errors import BadInput, ProtocolError
 from routing.types import PeerRecord, PeerState, Span
 from swarm.identity import Identity
-from swarm.records import VALUE_BYTES, RecordPolicy, _unpack_place, block_key, decode_record, encode_record
+from swarm.records import (
+    DOMAIN,
+    VALUE_BYTES,
+    RecordPolicy,
+    _message,
+    _unpack_place,
+    block_key,
+    decode_record,
+    encode_record,
+)
 
 SWARM = bytes(range(32))
 NOW = 1_800_000_000.0
@@ -50,8 +59,10 @@ def value_of(data: bytes) -> bytes:
         st.sampled_from(["10.0.0.1:1", "[2001:db8::1]:65535", "[FE80::1%eth0]:9", "a-host.example:4001"]),
         max_size=4,
     ),
+    dtype=st.sampled_from(["", "float32", "bfloat16"]),
+    region=st.from_regex("([a-z0-9-]{1,16})?", fullmatch=True),
 )
-def test_a_record_comes_back_as_it_was(start, length, state, speeds, caches, addresses):
+def test_a_record_comes_back_as_it_was(start, length, state, speeds, caches, addresses, dtype, region):
     before = record(
         span=Span(start, start + length),
         state=state,
@@ -61,6 +72,8 @@ def test_a_record_comes_back_as_it_was(start, length, state, speeds, caches, add
         queue_s=speeds[2],
         cache_free=caches[0],
         cache_total=caches[1],
+        dtype=dtype,
+        region=region,
     )
     data = encode_record(before, identity=ALICE, swarm_id=SWARM, key=KEY)
     after = decode_record(data, swarm_id=SWARM, key=KEY, subkey=ALICE.peer_id)
@@ -88,6 +101,8 @@ def test_the_worst_realistic_record_fits_in_200_bytes():
         cache_free=2**40,
         cache_total=2**41,
         place=Coordinate(place=(9.1, -9.2, 9.3), height=9.4, error=0.99),
+        dtype="bfloat16",
+        region="europe-northwest",
     )
     assert len(value_of(data)) <= VALUE_BYTES
     # Ten thousand of them with their subkeys under one key stay within hivemind's 4 MiB.
@@ -104,6 +119,16 @@ def test_where_a_peer_is_comes_back_to_the_microsecond():
 @pytest.mark.parametrize("packed", [(1,), (2**62,) * 5, (0, 0, 0, -1, 1), (0, 0, 0, 1, -1), (1,) * 9])
 def test_a_place_that_is_none_spoils_no_record(packed):
     assert _unpack_place(packed) is None
+
+
+def test_what_an_older_peer_does_not_say_and_what_nobody_knows_is_not_stated():
+    fields = msgspec.msgpack.decode(value_of(signed(dtype="float32", region="eu")))
+    for changed in (fields[:-2], [*fields[:-2], 99, "EU!"], [*fields[:-2], 0, ""]):
+        value = msgspec.msgpack.encode(changed)
+        message = _message(SWARM, KEY, ALICE.peer_id, 1, NOW, value)
+        data = msgspec.msgpack.encode([1, NOW, value, ALICE.sign(DOMAIN, message)])
+        back = decode_record(data, swarm_id=SWARM, key=KEY, subkey=ALICE.peer_id)
+        assert (back.dtype, back.region, back.span) == ("", "", Span(0, 10))
 
 
 def test_a_record_that_would_not_fit_is_refused_by_its_maker():

@@ -224,7 +224,7 @@ HOP = OpenHop("p", (), 0, 1, 0)
         Open(b"n", (), names(1), 0),
         Open(b"n", (HOP,) * 2, names(1), 0),
         Open(b"n", tuple(OpenHop("p", (), i, i + 1, 0) for i in range(257)), names(1), 0),
-        Open(b"n", (OpenHop("p", (), 1, 2, 0),), names(1), 0),
+        Open(b"n", (HOP, OpenHop("q", (), 2, 3, 0)), names(1), 0),
         Open(b"n", (HOP,), names(1), 0, standby=tuple(OpenHop(f"p{i}", (), 0, 1, 0) for i in range(256))),
         Open(b"n", (HOP,), names(1), 0, standby=(OpenHop("q", (), 1, 1, 0),)),
         Open(b"n", (HOP,), names(1), 0, standby=(OpenHop("q", ("a" * 257,), 0, 1, 0),)),

@@ -24,7 +24,8 @@ from peer.capacity import Speed
 from peer.effects import SessionLimits
 from peer.service import Service
 from routing.cost import Costs
-from routing.planner import Plan, Request
+from routing.planner import Plan
+from routing.request import Request
 from routing.types import PeerId, PeerRecord, PeerState, Span
 from swarm.checkpoint import Checkpoint, open_checkpoint
 from swarm.client import ClientConfig, SwarmClient

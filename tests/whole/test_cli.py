@@ -35,7 +35,7 @@ SPANS = ("0:4", "3:6")
 
 @pytest.fixture(scope="module")
 def swarm(tiny: Path) -> Iterator[LocalSwarm]:
-    with LocalSwarm(str(tiny), SPANS) as swarm:
+    with LocalSwarm(str(tiny), SPANS, options=("--region", "EU")) as swarm:
         yield swarm
 
 
@@ -101,6 +101,7 @@ def test_status(command, swarm):
     assert facts["family"] == "llama" and [peer["blocks"] for peer in facts["peers"]] == list(SPANS)
     assert all(peer["answers"] and peer["rtt_ms"] > 0 and peer["cache_free"] for peer in facts["peers"])
     for peer in facts["peers"]:
+        assert (peer["dtype"], peer["region"]) == ("float32", "eu")
         assert peer["sessions"] == 0 and (peer["reason"] is None) == (peer["condition"] == "serving")
         assert peer["condition"] in ("serving", "slow")  # other work on this machine may slow one of them down
     # The code of now names both peers, so it still works when either of them is gone.
@@ -149,11 +150,25 @@ def test_route(command, swarm):
     assert shown.code == 0 and "ms from here" in shown.out
     assert all(peer.peer_id[-6:] in shown.out for peer in swarm.peers) and "each of its peers is needed" in shown.out
     facts = command("route", "--json", "--join", swarm.join_code).facts
-    assert [hop["blocks"] for hop in facts["route"]["hops"]] == ["0:4", "4:6"]
+    # Both serve block 3; it goes to the one that was faster when it started.
+    assert [hop["blocks"] for hop in facts["route"]["hops"]] in (["0:4", "4:6"], ["0:3", "3:6"])
     assert facts["route"]["ms"] == pytest.approx(
         sum(sum(value for name, value in hop.items() if name.endswith("_ms")) for hop in facts["route"]["hops"]),
         abs=0.1,
     )
+
+
+def test_a_route_for_what_is_asked(command, swarm):
+    few = command(
+        "route", "--json", "--objective", "hops", "--exact", "--region", "eu", "--join", swarm.join_code
+    ).facts  # fmt: skip
+    assert len(few["route"]["hops"]) == 2 and not few["left_out_by"]
+    many = command("route", "--objective", "throughput", "--explain", "--join", swarm.join_code)
+    assert "rows a second where many flow at once" in many.out
+    nobody = command("route", "--region", "us", "--join", swarm.join_code)
+    assert nobody.code == 4 and "left out by region (2 peers)" in nobody.err
+    other = command("route", "--exact", "--dtype", "bfloat16", "--json", "--join", swarm.join_code)
+    assert other.code == 4 and "left out by exact (2 peers)" in other.facts["message"]
 
 
 def test_chat_from_a_pipe(command, swarm, tiny, monkeypatch):

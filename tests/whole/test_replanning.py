@@ -11,11 +11,15 @@ from pathlib import Path
 import pytest
 
 from routing.constraints import Constraints
-from routing.planner import Request
+from routing.errors import NoRoute
+from routing.request import Request
+from routing.types import Objective
 from swarm.frames import FrameType
+from swarm.trial import STEPS
 from tests.whole.inprocess import InProcessSwarm
 from tests.whole.reference import Reference
 from tests.whole.scenes import SPARED, Text, drag, running, spare, used
+from tests.whole.stand_ins import until
 
 USUAL_S, SLOW = 0.01, 10
 PROMPT = "Where the work is slow, "
@@ -63,6 +67,42 @@ async def test_where_computing_anew_takes_long_the_other_peer_is_made_ready_firs
         await text.more(4)
 
 
+async def test_who_seems_a_little_quicker_is_tried_before_anything_moves(tiny: Path, local: Reference) -> None:
+    """It claims to need a tenth less, which is too little to move for. In truth it needs a tenth."""
+    async with running(tiny, SPARED, learns=True) as (swarm, model):
+        usual_s = 10 * USUAL_S  # what a busy machine adds is little beside it
+        delays = dict.fromkeys(swarm.peers, usual_s)
+        for peer in swarm.peers:
+            drag(peer, lambda _, peer=peer: delays[peer])
+            swarm.tell(peer, decode_s=usual_s / 3)
+        await model.client.refresh()
+        async with model.session() as session:
+            text = Text(session, local, PROMPT)
+            await text.more(5)
+            quick = spare(swarm, used(swarm, session, 1))
+            delays[quick] = USUAL_S
+            swarm.tell(quick, decode_s=0.9 * usual_s / 3)
+            await model.client.refresh()
+            for _ in range(60):
+                await text.more(1)
+                if quick.positions(FrameType.STEP) >= STEPS:
+                    break
+            record, costs = model.client.view.records[quick.peer_id], model.client.costs
+            await until(lambda: costs.block_s(record, 1) < 0.7 * usual_s / 3, 5.0)
+
+
+async def test_a_prompt_tells_how_fast_its_peers_are_with_prompts(tiny: Path, local: Reference) -> None:
+    async with running(tiny, SPARED, learns=True) as (swarm, model), model.session() as session:
+        for peer in swarm.peers:
+            drag(peer, lambda _: USUAL_S)
+        await Text(session, local, PROMPT).more(1)
+        costs, records = model.client.costs, model.client.view.records
+        for hop in session.route or ():
+            told_s, token_s = records[hop.peer_id].prefill_s, costs.block_s(records[hop.peer_id], 64) / 64
+            assert token_s > 1.5 * told_s, "a pass takes at least 10 ms here"
+            assert token_s >= USUAL_S / 3 / len(PROMPT)
+
+
 async def test_no_move_where_all_are_equal(tiny: Path, local: Reference) -> None:
     async with running(tiny, SPARED, learns=True) as (swarm, model), model.session() as session:
         for peer in swarm.peers:
@@ -78,6 +118,8 @@ async def test_new_sessions_spread_over_equal_peers_and_go_where_fewer_are(tiny:
             swarm.tell(peer, decode_s=0.01)
         await model.client.refresh()
         request, client = Request(n_blocks=6), model.client
+        for peer in swarm.peers:
+            client.costs.forget(peer.peer_id)  # so that all are equal, however busy this machine was when they answered
 
         def taken() -> Counter[str]:
             plans = [client.plan(request, spread=random.Random(seed)) for seed in range(200)]
@@ -90,6 +132,30 @@ async def test_new_sessions_spread_over_equal_peers_and_go_where_fewer_are(tiny:
         counts = taken()
         assert len(counts) == 3 and crowded not in counts
         assert client.plan(request, crowds=True).route == client.plan(request, crowds=True).route
+
+
+async def test_a_session_asks_for_a_region_a_dtype_and_throughput(tiny: Path, local: Reference) -> None:
+    async with InProcessSwarm(tiny, ["0:2", "2:4", "4:6", "0:3", "3:6", "0:6"]) as swarm:
+        for peer in swarm.peers:
+            swarm.tell(peer, region="eu", dtype="float32")
+        whole = swarm.peers[-1]
+        swarm.tell(whole, region="us", dtype="float32")
+        limits = Constraints(region=frozenset({"eu"}), exact="float32")
+        wanted = {"constraints": limits, "objective": Objective.THROUGHPUT}
+        async with swarm.model(**wanted) as model, model.session() as session:
+            text = Text(session, local, PROMPT)
+            await text.more(6)
+            assert len(session.route) == 3, "one token's time wants two hops"
+            assert session.explain().forbidden == {"region": (whole.peer_id,)}
+            assert f"left out by region: 1 peer ({whole.peer_id[-6:]})" in str(session.explain())
+            lost = used(swarm, session, 1)
+            await asyncio.to_thread(lost.kill)
+            await text.more(6)
+            assert not whole.positions(FrameType.STEP) and not whole.positions(FrameType.FILL)
+        async with swarm.model(constraints=Constraints(exact="bfloat16")) as model, model.session() as session:
+            with pytest.raises(NoRoute, match=r"serves 0:6 of 6 blocks; left out by exact \(6 peers\)"):
+                await Text(session, local, PROMPT).more(1)
+        await swarm.all_closed()
 
 
 @pytest.mark.parametrize("standby", ["inputs", "warm"])
