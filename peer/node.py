@@ -176,7 +176,19 @@ class Node:
         self._manifest = await fetch_manifest(self._hive, join, JOIN_S)
         self._directory = self._open_directory()
         self._span = await self._choose()
-        return await self._thread.run(self._load, self._check)
+        return await self._load_announced(stack)
+
+    async def _load_announced(self, stack: AsyncExitStack) -> Blocks:
+        """While the blocks load, others see that they are about to be served: who comes meanwhile takes other ones."""
+        announcer = Announcer(self._directory, self.record, self.config.renew_s)
+        stack.push_async_callback(announcer.leave)  # if it comes to nothing; goodbye is said once
+        announcer.renew_soon()
+        announcing = asyncio.create_task(announcer.run())
+        try:
+            return await self._thread.run(self._load, self._check)
+        finally:
+            announcing.cancel()
+            await asyncio.gather(announcing, return_exceptions=True)
 
     async def _found(self, stack: AsyncExitStack) -> Blocks:
         """Begin a swarm: the whole checkpoint is here, and its manifest names the swarm."""
@@ -306,7 +318,9 @@ class Node:
         self._announcer.renew_soon()
 
     def record(self) -> PeerRecord:
-        """This peer as it is now."""
+        """This peer as it is now. Until it serves there is no more to tell than who it is, and its blocks."""
+        if self._state is PeerState.JOINING:
+            return PeerRecord(peer_id=self._identity.peer_id, span=self._span, state=self._state)
         service = self._service
         return PeerRecord(
             peer_id=service.me,

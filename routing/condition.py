@@ -45,7 +45,7 @@ _STATES = {
 def judge(records: Sequence[PeerRecord], silent: Mapping[PeerId, str], now: float) -> dict[PeerId, Judgement]:
     """Each peer's condition. `silent`: those that did not answer, and what became of the attempt.
 
-    What makes a peer useless stands before what makes it worse: expired, leaving, no answer, draining, joining, full,
+    What makes a peer useless stands before what makes it worse: expired, leaving, joining, no answer, draining, full,
     slow.
     """
     busy = [record for record in records if _serves(record, silent, now)]
@@ -63,6 +63,8 @@ def _judge(
         return Judgement(Condition.EXPIRED, f"not renewed, ended {now - record.expires_at:.0f} s ago")
     if record.state is PeerState.LEAVING:
         return Judgement(Condition.LEAVING, "has said goodbye")
+    if record.state is PeerState.JOINING:  # it listens nowhere yet
+        return _STATES[record.state]
     if record.peer_id in silent:
         return Judgement(Condition.NO_ANSWER, silent[record.peer_id])
     if record.state in _STATES:

@@ -1,6 +1,7 @@
 """Where a new session had better not go: what other sessions on a peer cost it, and a little chance between equals.
 
-Owns those penalties. Knows no route and no link: how many sessions a peer has is asked of the caller.
+Owns those penalties, of a token or of a prompt. Knows no route and no link: how many sessions a peer has is asked of
+the caller.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def crowd_penalties(
     penalties = dict(request.penalties)
     for peer_id in sorted(view.records.keys() - (request.held if spread is None else frozenset())):
         record = view.records[peer_id]
-        compute_s = len(record.span) * costs.block_s(record, 1)
+        compute_s = len(record.span) * costs.block_s(record, request.tokens)
         more_s = CROWD * sessions(peer_id) * compute_s
         if spread is not None:
             more_s += spread.uniform(0.0, SPREAD * compute_s + SPREAD_S)

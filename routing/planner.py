@@ -156,18 +156,17 @@ def split_plan(
     view: View,
     costs: Costs,
     request: Request,
+    prefill: Request,
     now: float,
     *,
-    prompt: int,
     tokens: int,
     move_s: Callable[[Route, Route], float],
 ) -> Plan | Split:
-    """The chain that takes a prompt of `prompt` tokens and then `tokens` more in the least time, or two chains if the
-    second one saves `SPLIT_GAIN` of it. `move_s(before, after)` is how long moving takes, while the first goes on.
-    Raises NoRoute.
+    """The chain that takes the prompt of `prefill` and `tokens` more, each as `request` says, in the least time, or
+    two chains if the second saves `SPLIT_GAIN` of it. `move_s(before, after)` is how long moving takes, while the first
+    goes on. Raises NoRoute.
     """
     quick = plan(view, costs, request, now)
-    prefill = replace(request, tokens=max(2, prompt))
     strong = plan(view, costs, prefill, now)
 
     def total_s(route: Route) -> float:

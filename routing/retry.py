@@ -13,6 +13,10 @@ from typing import Protocol
 
 from routing.errors import BadInput
 
+NEWCOMER_S = 1.5
+"""A record can be read by all about a second after it was announced. Who finds nobody for some block looks again for so
+long before it gives up, however little time it has: somebody may have come, and not be seen yet."""
+
 
 class Rng(Protocol):
     """What is needed of a `random.Random`."""

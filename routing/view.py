@@ -121,6 +121,11 @@ def apply(view: View, event: Event) -> View:
             return _remove(view, stale, until=now + TOMBSTONE_S) if stale else view
 
 
+def forgotten(before: View, after: View) -> frozenset[PeerId]:
+    """Peers that have been gone for so long that nothing is remembered of them any more, not even a tombstone."""
+    return frozenset(before.tombstones.keys() - after.tombstones.keys() - after.records.keys())
+
+
 def _records_seen(view: View, seen: Sequence[PeerRecord]) -> View:
     records, news = view.records, dict[PeerId, PeerRecord]()
     for record in seen:

@@ -26,11 +26,13 @@ from routing.crowding import crowd_penalties
 from routing.errors import BadInput, DaemonFailed, NoRoute, SwarmError, TimedOut, Unreachable, WrongModel
 from routing.explain import Explanation, explain
 from routing.health import Health
+from routing.lateness import Dials
 from routing.planner import Plan, Split, plan, route_cost, split_plan
+from routing.probing import Probes
 from routing.request import CHUNK, Request
 from routing.trials import Trials
 from routing.types import Hop, PeerId, PeerRecord, PeerState, Route
-from routing.view import Expired, RecordsSeen, View, apply
+from routing.view import Expired, RecordsSeen, View, apply, forgotten
 from swarm import manifest as manifests
 from swarm import native
 from swarm.checkpoint import Checkpoint
@@ -92,7 +94,10 @@ class SwarmClient:
         self.costs = Costs(CostSettings(hop_s=HOP_S))
         row_bytes = text_config(checkpoint.config).hidden_size * config.dtype.itemsize
         self._candidates = Candidates(self.n_blocks, self.costs, row_bytes=row_bytes)
+        self._probes: Probes
         self.health = Health()
+        self._dials = Dials()
+        self._reaching: dict[PeerId, asyncio.Task[bool]] = {}
         self.busy_until: dict[PeerId, float] = {}
         self.leaving: set[PeerId] = set()  # said so; one that comes back begins with new connections
         self.sessions: dict[bytes, Session] = {}
@@ -130,6 +135,7 @@ class SwarmClient:
         config = self.config
         identity = await asyncio.to_thread(Identity.load_or_create, config.identity_path or client_key())
         self.peer_id, self.name_secret = identity.peer_id, identity.secret(b"names")
+        self._probes = Probes(self._candidates, self.costs, random.Random(self.peer_id))
         native.load()
         thread = await stack.enter_async_context(ComputeThread(threads=config.threads, name="head"))
         joining = asyncio.create_task(self._join_swarm(stack, identity))
@@ -195,8 +201,12 @@ class SwarmClient:
 
     async def refresh(self) -> None:
         """Read the directory once. Raises TimedOut, DaemonFailed."""
-        records = await self._directory.refresh()
+        records, before = await self._directory.refresh(), self.view
         self.view = apply(apply(self.view, Expired(self.dht_time())), RecordsSeen(records))
+        for peer_id in forgotten(before, self.view):
+            self.costs.forget(peer_id)
+            self.busy_until.pop(peer_id, None)
+            self._goodbyes.pop(peer_id, None)
         for record in map(self.view.records.__getitem__, self.view.changed & self.view.records.keys()):
             if record.place is not None:
                 self.costs.place(record.peer_id, record.place)
@@ -241,10 +251,11 @@ class SwarmClient:
         now = self.dht_time()
         view = self._candidates.short_view(self.view, now, request, without=without)
         if crowds or spread is not None:
-            request = replace(
-                request, penalties=crowd_penalties(view, self.costs, request, self.sessions_at, spread)
-            )
+            request = self._with_crowds(view, request, spread)
         return plan(view, self.costs, request, now)
+
+    def _with_crowds(self, view: View, request: Request, spread: random.Random | None) -> Request:
+        return replace(request, penalties=crowd_penalties(view, self.costs, request, self.sessions_at, spread))
 
     def sessions_at(self, peer_id: PeerId) -> int:
         """Of anybody, as that peer last told; 0 if it is not connected."""
@@ -252,9 +263,16 @@ class SwarmClient:
         return link.sessions if link is not None else 0
 
     def plan_split(
-        self, request: Request, prompt: int, tokens: int, *, without: frozenset[PeerId] = frozenset()
+        self,
+        request: Request,
+        prompt: int,
+        tokens: int,
+        *,
+        without: frozenset[PeerId] = frozenset(),
+        spread: random.Random | None = None,
     ) -> Plan | Split:
-        """The quickest way through a prompt and an answer: one chain, or two. Raises NoRoute."""
+        """The quickest way through a prompt and an answer, for a new session: one chain, or two. Crowds and `spread`
+        count as in `plan`. Raises NoRoute."""
         self.costs.advance(time.monotonic())
 
         def move_s(before: Route, after: Route) -> float:
@@ -265,7 +283,8 @@ class SwarmClient:
         now = self.dht_time()
         prefill = replace(request, tokens=max(2, prompt))
         view = self._candidates.short_view(self.view, now, request, prefill, without=without)
-        return split_plan(view, self.costs, request, now, prompt=prompt, tokens=tokens, move_s=move_s)
+        request, prefill = (self._with_crowds(view, each, spread) for each in (request, prefill))
+        return split_plan(view, self.costs, request, prefill, now, tokens=tokens, move_s=move_s)
 
     def explain(self, request: Request, route: Route | None, excluded: Set[PeerId]) -> Explanation:
         """Why this route, or the one that would be taken now. Raises NoRoute."""
@@ -275,6 +294,7 @@ class SwarmClient:
         without |= dict.fromkeys(excluded, "it was found to compute wrongly")
         avoided = dict.fromkeys(self.health.banned_peers(monotonic), "it failed lately")
         avoided |= dict.fromkeys(self.leaving, "it said that it leaves")
+        avoided |= dict.fromkeys(self.late(), "connecting to it takes longer than it should")
         # Those that are in use, or failed, are looked at whatever they cost.
         view = self._candidates.short_view(self.view, now, replace(request, prefer=route))
         shown = self.view.records.keys() & (without.keys() | avoided.keys())
@@ -372,8 +392,9 @@ class SwarmClient:
     # -- links -----------------------------------------------------------------------------------------------
 
     async def probe(self) -> None:
-        """Dial the peers that are not linked yet, and note the round trips. Links stay: they serve failovers."""
-        serving = [record.peer_id for record in self.records() if record.state is PeerState.SERVING]
+        """Dial the peers that plans are likely to use and that are not linked yet, and some others, and note the round
+        trips. Links stay: they serve failovers."""
+        chosen = self._probes.choose(self.view, self.dht_time(), self.config.most_probes)
         limit = asyncio.Semaphore(PROBES_AT_ONCE)
 
         async def measure(peer_id: PeerId) -> None:
@@ -390,29 +411,56 @@ class SwarmClient:
                     log.info("%s cannot be reached: %s", peer_id, error)
 
         self.costs.advance(time.monotonic())
-        await asyncio.gather(*(measure(peer_id) for peer_id in serving[: self.config.most_probes]))
+        await asyncio.gather(*map(measure, chosen))
         self.costs.place(CLIENT, self._endpoint.coordinates.coordinate)
 
     async def _dial(self, peer_id: PeerId, timeout_s: float) -> Link:
-        return await self._endpoint.connect(peer_id, self.addresses(peer_id), timeout_s)
+        self._dials.begins(peer_id, 2 * self.costs.link_s(CLIENT, peer_id), time.monotonic())
+        reached = False
+        try:
+            link = await self._endpoint.connect(peer_id, self.addresses(peer_id), timeout_s)
+            reached = True
+            return link
+        finally:
+            self._dials.ends(peer_id, time.monotonic(), reached=reached)
 
-    async def connect(self, peers: Iterable[PeerId], timeout_s: float) -> frozenset[PeerId]:
-        """Make sure of a link to each; returns those that could not be reached."""
+    def late(self) -> frozenset[PeerId]:
+        """Those whose dial takes longer than it should, and goes on."""
+        return self._dials.late(time.monotonic())
 
-        async def reach(peer_id: PeerId) -> PeerId | None:
-            if self.link(peer_id) is not None:
-                return None
-            try:
-                await self._dial(peer_id, timeout_s)
-            except (TimedOut, Unreachable) as error:
-                self.health.failed(peer_id, time.monotonic())
-                self._silence = isinstance(error, Unreachable) and error.silent
-                log.info("%s cannot be reached: %s", peer_id, error)
-                return peer_id
-            return None
+    async def connect(self, peers: Iterable[PeerId], timeout_s: float) -> tuple[frozenset[PeerId], frozenset[PeerId]]:
+        """Make sure of a link to each; returns those that could not be reached, and those that are still being dialled.
+        It ends early when a dial turns out to be late, or one that was late before has ended: the caller may have a
+        better choice then. Dials go on."""
+        dials = {peer_id: self._reach_soon(peer_id, timeout_s) for peer_id in peers if self.link(peer_id) is None}
+        late = self.late()
+        others = {self._reaching[peer_id] for peer_id in (late & self._reaching.keys()) - dials.keys()}
+        while waiting := {peer_id: task for peer_id, task in dials.items() if not task.done()}:
+            if self.late() & waiting.keys() - late or any(task.done() for task in others):
+                break
+            patience_s = self._dials.next_late_s(waiting, time.monotonic())
+            await asyncio.wait(
+                [*waiting.values(), *others], timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        lost = frozenset(peer_id for peer_id, task in dials.items() if task.done() and not task.result())
+        return lost, frozenset(waiting)
 
-        answers = await asyncio.gather(*(reach(peer_id) for peer_id in peers))
-        return frozenset(peer_id for peer_id in answers if peer_id is not None)
+    def _reach_soon(self, peer_id: PeerId, timeout_s: float) -> asyncio.Task[bool]:
+        if peer_id not in self._reaching:
+            self._reaching[peer_id] = self._tasks.spawn(self._reach(peer_id, timeout_s))
+        return self._reaching[peer_id]
+
+    async def _reach(self, peer_id: PeerId, timeout_s: float) -> bool:
+        try:
+            await self._dial(peer_id, timeout_s)
+        except (TimedOut, Unreachable) as error:
+            self.health.failed(peer_id, time.monotonic())
+            self._silence = isinstance(error, Unreachable) and error.silent
+            log.info("%s cannot be reached: %s", peer_id, error)
+            return False
+        finally:
+            del self._reaching[peer_id]
+        return True
 
     @property
     def offline(self) -> bool:

@@ -125,10 +125,12 @@ class Directory:
         return await self._store(record)
 
     async def leave(self) -> None:
-        """Tell the swarm that this peer is going: its last record again, LEAVING. Raises like `announce`."""
+        """Tell the swarm that this peer is going: its last record again, LEAVING; once. Raises like `announce`."""
         if self._last is not None:
-            await self._store(replace(self._last, state=PeerState.LEAVING))
-            self._last = None
+            try:
+                await self._store(replace(self._last, state=PeerState.LEAVING))
+            finally:
+                self._last = None
 
     async def refresh(self) -> list[PeerRecord]:
         """The newest verified record of each peer, those that leave included, by peer id; none has expired.

@@ -23,7 +23,7 @@ from routing.explain import Explanation
 from routing.moving import Mover, crowds, is_made_ready_first
 from routing.planner import Plan
 from routing.request import Request
-from routing.retry import RetryPolicy
+from routing.retry import NEWCOMER_S, RetryPolicy
 from routing.types import Hop, Objective, PeerId, Route
 from swarm.driver import LEAST_CHUNK, NeedRoute, StandbyLost
 from swarm.standbys import Standbys
@@ -344,7 +344,7 @@ class Healing:
     @property
     def _patience_s(self) -> float:
         """For blocks that nobody serves. That our own network is gone says nothing about them."""
-        return self._limit_s if self.client.offline else self.config.wait_s
+        return self._limit_s if self.client.offline else max(self.config.wait_s, NEWCOMER_S)
 
     def _gave_up(self, reason: str) -> SessionError:
         if self._full:
@@ -352,8 +352,9 @@ class Healing:
         return TimedOut(f"no working route within {self._limit_s:g} s ({reason})")
 
     async def _connected_plan(self, since: float) -> Plan:
-        """The cheapest route all of whose peers answer and are not full. One that does not is left out, and so on,
-        until every choice is used up; then, for as long as the caller waits, the swarm is looked at again."""
+        """The cheapest route all of whose peers answer and are not full. One that does not is left out, one that takes
+        long to answer is avoided until it does, and so on, until every choice is used up; then, for as long as the
+        caller waits, the swarm is looked at again."""
         looked_at, failed = -math.inf, frozenset[PeerId]()
         while True:
             self._lost_again = False
@@ -371,10 +372,10 @@ class Healing:
                     await self.client.look_again(pause_s=0.0 if looked_at < asked else LOOK_EVERY_S)
                     looked_at, failed = now, frozenset()
                 continue
-            lost = await self.client.connect(plan.route.peers, self.config.connect_s)
+            lost, dialled = await self.client.connect(plan.route.peers, self.config.connect_s)
             failed |= lost
             self._avoid_peers |= lost
-            if not lost and not self._lost_again:
+            if not lost and not dialled and not self._lost_again:
                 return plan
 
     def _plan(self, without: frozenset[PeerId]) -> Plan:
@@ -402,7 +403,7 @@ class Healing:
         wants_latency = self.config.objective is Objective.LATENCY  # others choose one chain for all
         if not first or self.warm_peers or prompt < LEAST_CHUNK or not wants_latency:
             return self.client.plan(request, without=without, spread=self._random if first else None)
-        found = self.client.plan_split(request, prompt, EXPECTED_TOKENS, without=without)
+        found = self.client.plan_split(request, prompt, EXPECTED_TOKENS, without=without, spread=self._random)
         if isinstance(found, Plan):
             return found
         self._standbys.targets = {(hop.entry, hop.exit): hop.peer_id for hop in found.decode.route}
@@ -420,7 +421,7 @@ class Healing:
         return Request(
             n_blocks=client.n_blocks,
             tokens=1,
-            avoid_peers=frozenset(self._avoid_peers) | client.health.banned_peers(now) | client.leaving,
+            avoid_peers=client.health.banned_peers(now).union(self._avoid_peers, client.leaving, client.late()),
             avoid_edges=frozenset(self._avoid_edges),
             penalties=penalties,
             held=held,

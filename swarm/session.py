@@ -70,7 +70,7 @@ class StepTrace:
 class SessionConfig:
     codec: Codec = Codec.FP32
     chunk: int | None = None  # positions of a prefill frame; None: as `prefill_chunk` says
-    wait_s: float = 0.0  # how long to wait for blocks that nobody serves
+    wait_s: float = 0.0  # how long to wait for blocks that nobody serves; NEWCOMER_S of `routing/retry.py` at least
     recovery_s: float = 60.0  # how long a step may be held up by losses, however many routes are tried
     connect_s: float = 5.0  # a dial
     deadline_s: float | None = 60.0  # a step without any sign of progress, at most; learned from what steps take

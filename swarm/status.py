@@ -141,8 +141,8 @@ class Lookout:
         now = self._hive.dht_time()
         leaving = tuple(record for record in records if record.state is PeerState.LEAVING)
         present = self._present(records, now)
-        alive = [record for record in present if record.expires_at >= now]
-        answers = await _ask_all(self._endpoint, alive, answer_s, self._progress)
+        able = [record for record in present if record.expires_at >= now and record.state is not PeerState.JOINING]
+        answers = await _ask_all(self._endpoint, able, answer_s, self._progress)
         unanswered = {peer_id: answer.why for peer_id, answer in answers.items() if answer.rtt_s is None}
         judged = judge(present, unanswered, now)
         seen = [_seen(record, answers.get(record.peer_id), judged[record.peer_id]) for record in present]
@@ -175,7 +175,7 @@ class Lookout:
 
 
 def _seen(record: PeerRecord, answer: _Answer | None, judgement: Judgement) -> PeerSeen:
-    answer = answer or _Answer(None)  # nobody asks a peer whose record has ended
+    answer = answer or _Answer(None)  # nobody asks a peer that still loads, or whose record has ended
     return PeerSeen(record=record, rtt_s=answer.rtt_s, sessions=answer.sessions, judgement=judgement)
 
 

@@ -18,12 +18,14 @@ from routing.candidates import Candidates
 from routing.cost import CLIENT, Costs, CostSettings
 from routing.crowding import crowd_penalties
 from routing.health import Health
+from routing.lateness import Dials
 from routing.planner import Plan, Split, plan, split_plan
+from routing.probing import Probes
 from routing.request import CHUNK, Request
 from routing.simulation.chance import Chance
 from routing.simulation.world import Peer, World
 from routing.types import Hop, PeerId, PeerRecord, PeerState, Route
-from routing.view import View
+from routing.view import View, forgotten
 
 PROBE_AGAIN_S = 300.0
 EXPECTED_TOKENS = 256  # of an answer to a long prompt, as `swarm/healing.py` has it
@@ -40,7 +42,10 @@ class Client:
         if scenario.coordinates:
             self.costs.place(CLIENT, told)
         self._candidates = Candidates(scenario.n_blocks, self.costs, row_bytes=scenario.row_bytes)
+        self._probes = Probes(self._candidates, self.costs, rng)
         self.health = Health()
+        self.dials = Dials()
+        self._dialled: dict[PeerId, float] = {}  # hosts that do not answer: when the dial is given up
         self.leaving: set[PeerId] = set()
         self.links: dict[PeerId, None] = {}
         self.view = View({}, scenario.n_blocks)
@@ -63,15 +68,17 @@ class Client:
             read_at = self.read_at + every_s * math.floor((now - self.read_at) / every_s)
         if read_at == self.read_at:
             return
-        self.read_at, self.view = read_at, self.world.view_at(read_at)
+        before, self.read_at, self.view = self.view, read_at, self.world.view_at(read_at)
         self.costs.advance(now)
+        for peer_id in forgotten(before, self.view):
+            self.costs.forget(peer_id)
         if self.world.scenario.coordinates:
             for peer in self.world.peers[self._placed :]:
                 self.costs.place(peer.id, peer.told)
             self._placed = len(self.world.peers)
         if now - self._probed_at >= PROBE_AGAIN_S:
             self._probed_at = now
-            for peer_id in self.world.first_serving(self.view, self.world.scenario.probes):
+            for peer_id in self._probes.choose(self.view, now, self.world.scenario.probes):
                 if self.world.by_id[peer_id].alive:
                     self.connect(self.world.by_id[peer_id])
                 elif peer_id not in self.links:
@@ -85,6 +92,25 @@ class Client:
             self.leaving.add(peer.id)
         rtt_s = self.world.rtt_s(self.place, peer.place) * self.noise()
         self.costs.observe_rtt(CLIENT, peer.id, rtt_s)
+
+    def dial_silent(self, peer: Peer) -> float:
+        """A host that does not answer. Returns when the dial ends, this one or the one under way."""
+        if peer.id not in self._dialled:
+            agenda, connect_s = self.world.agenda, self.world.scenario.connect_s
+            self._dialled[peer.id] = agenda.now + connect_s
+            self.dials.begins(peer.id, 2 * self.costs.link_s(CLIENT, peer.id), agenda.now)
+            agenda.after(connect_s, self._given_up, peer)
+        return self._dialled[peer.id]
+
+    @property
+    def dialled(self) -> frozenset[PeerId]:
+        """Hosts that do not answer, while the dial goes on."""
+        return frozenset(self._dialled)
+
+    def _given_up(self, peer: Peer) -> None:
+        del self._dialled[peer.id]
+        self.dials.ends(peer.id, self.world.agenda.now, reached=False)
+        self.health.failed(peer.id, self.world.agenda.now)
 
     def link_lost(self, peer: Peer) -> None:
         if peer.id in self.links:
@@ -125,13 +151,16 @@ class Client:
         self.costs.advance(now)
         self.short = self._candidates.short_view(self.view, now, request, without=without)
         if first or crowds:
-            penalties = crowd_penalties(self.short, self.costs, request, self.sessions, self.rng if first else None)
-            request = replace(request, penalties=penalties)
+            request = self._with_crowds(request, first)
         found = plan(self.short, self.costs, request, now)
         self.world.tally.planned(
             len(self.short.records), found.relaxations, self._clock() - begun if self._clock else None
         )
         return found
+
+    def _with_crowds(self, request: Request, first: bool) -> Request:
+        penalties = crowd_penalties(self.short, self.costs, request, self.sessions, self.rng if first else None)
+        return replace(request, penalties=penalties)
 
     def plan_split(self, request: Request, prompt: int, without: frozenset[PeerId]) -> Plan | Split:
         """For a long prompt: one chain, or one for it and another for the answer. Raises NoRoute."""
@@ -145,9 +174,8 @@ class Client:
             new = [hop for old, hop in zip(before, after, strict=True) if old.peer_id != hop.peer_id]
             return max((self.replay_s(hop, prompt) for hop in new), default=0.0)
 
-        found = split_plan(
-            self.short, self.costs, request, now, prompt=prompt, tokens=EXPECTED_TOKENS, move_s=move_s
-        )
+        request, prefill = (self._with_crowds(each, first=True) for each in (request, prefill))
+        found = split_plan(self.short, self.costs, request, prefill, now, tokens=EXPECTED_TOKENS, move_s=move_s)
         relaxations = found.relaxations if isinstance(found, Plan) else found.prefill.relaxations
         self.world.tally.planned(len(self.short.records), relaxations, self._clock() - begun if self._clock else None)
         return found

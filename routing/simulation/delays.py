@@ -5,6 +5,7 @@ Owns these two sums, of what is true and not of what a client believes. Decides 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from routing.request import CHUNK
@@ -15,17 +16,24 @@ HANDSHAKE = 2.0  # round trips of a dial
 
 
 def dial(client: Client, route: Route) -> tuple[float, frozenset[PeerId]]:
-    """How long it takes to know of each peer of a route whether it is there, and who is not."""
-    scenario, longest_s, refused = client.world.scenario, 0.0, set()
+    """How long it takes to know of each peer of a route whether it is there, or that a dial is late; and who is known
+    not to be there then."""
+    scenario, now = client.world.scenario, client.world.agenda.now
+    longest_s, late_s, gone = 0.0, math.inf, dict[PeerId, float]()
     for peer in (client.world.by_id[hop.peer_id] for hop in route):
         rtt_s, linked = client.world.rtt_s(client.place, peer.place), peer.id in client.links
         if not peer.alive:
-            refused.add(peer.id)
-            silent_s = scenario.silence_s if linked else scenario.connect_s
-            longest_s = max(longest_s, silent_s if peer.silent else rtt_s)
+            gone[peer.id] = rtt_s
+            if peer.silent and linked:
+                gone[peer.id] = scenario.silence_s
+            elif peer.silent:
+                gone[peer.id] = client.dial_silent(peer) - now
+                late_s = min(late_s, client.dials.next_late_s([peer.id], now) or math.inf)
+            longest_s = max(longest_s, gone[peer.id])
         elif not linked:
             longest_s = max(longest_s, HANDSHAKE * rtt_s)
-    return longest_s, frozenset(refused)
+    wait_s = min(longest_s, late_s)
+    return wait_s, frozenset(peer_id for peer_id, known_s in gone.items() if known_s <= wait_s)
 
 
 def catch_up_s(

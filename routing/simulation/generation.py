@@ -18,6 +18,7 @@ from routing.errors import NoRoute
 from routing.moving import LOOK_AGAIN_S, Mover, crowds, is_made_ready_first
 from routing.planner import Plan, Split
 from routing.request import Request
+from routing.retry import NEWCOMER_S
 from routing.simulation.client import Client
 from routing.simulation.delays import catch_up_s, dial
 from routing.types import Hop, PeerId, Route
@@ -95,7 +96,7 @@ class Generation:
             if route is None:
                 route, targets = self._find()
         except NoRoute:
-            if self._looked_at >= self._seek_since and now - self._seek_since >= scenario.wait_s:
+            if self._looked_at >= self._seek_since and now - self._seek_since >= max(scenario.wait_s, NEWCOMER_S):
                 self._give_up()
                 return
             pause_s = 0.0 if self._looked_at < self._seek_since else LOOK_EVERY_S
@@ -136,7 +137,7 @@ class Generation:
             held |= frozenset(self.standbys.values())
         return Request(
             n_blocks=self.scenario.n_blocks,
-            avoid_peers=frozenset(self._avoid) | client.health.banned_peers(now) | client.leaving,
+            avoid_peers=client.health.banned_peers(now).union(self._avoid, client.leaving, client.dials.late(now)),
             penalties=client.health.penalties(now),
             held=held,
             context=self.position if held else 0,
@@ -161,11 +162,13 @@ class Generation:
         if version != self._version:
             return
         client, now = self.client, self.agenda.now
-        lost = sorted({hop.peer_id for hop in route if not self.world.by_id[hop.peer_id].alive} | refused)
+        gone = {hop.peer_id for hop in route if not self.world.by_id[hop.peer_id].alive}
+        lost = sorted(refused | gone - client.dialled)
         for peer_id in lost:
             client.link_lost(self.world.by_id[peer_id])
-            client.health.failed(peer_id, now)
-        if lost:
+            if not self.world.by_id[peer_id].silent:  # of those the dial's end told
+                client.health.failed(peer_id, now)
+        if lost or gone:
             self._failed |= frozenset(lost)
             self._avoid.update(lost)
             self._attempt(version)
@@ -176,7 +179,7 @@ class Generation:
         self._take(route, self._ready_s(route), targets)
 
     def _give_up(self) -> None:
-        self.tally.gave_up(self.world.covered)
+        self.tally.gave_up(self.world.covered_since <= self._seek_since)
         self._end(failed=True)
 
     # -- routes ----------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ class Report:
     started: int
     finished: int
     failed: int
-    failed_while_covered: int  # every block had a living peer that served it, when the answer was given up
+    failed_while_covered: int  # every block had a living peer that served it, all the time that a route was sought
     running: int
     tokens: int
     tokens_per_s: float  # of all together

@@ -65,7 +65,7 @@ class Scenario:
     graceful: float = 0.5  # share of those that go which say so first
     silent: float = 0.2  # share of those that die whose host no longer answers at all
     load_s: float = 20.0  # from joining to serving
-    announce_joining: bool = False  # while loading, so that others see it; peers do not do so at present
+    announce_joining: bool = True  # while loading, so that others see it
 
     # Links. Regions lie on a sphere.
     regions: int = 4

@@ -79,18 +79,13 @@ class World:
         self.peers: list[Peer] = []  # all there ever were
         self.by_id: dict[PeerId, Peer] = {}
         self.serving = [0] * scenario.n_blocks  # how many SERVING peers hold each block, in truth
+        self.covered_since = math.inf  # every block has one since then; inf: not now
         self._machines, self._life = streams("machines"), streams("life")
         self._renewals = streams("renewals")
         places = streams("regions")
         self._centres = [_on_sphere(places, scenario.region_rtt_s) for _ in range(scenario.regions)]
         self._view = View({}, scenario.n_blocks)
         self._history: deque[tuple[float, View]] = deque()
-        self._sorted: tuple[View | None, list[PeerId]] = (None, [])
-
-    @property
-    def covered(self) -> bool:
-        """Whether every block has a living peer that serves it."""
-        return min(self.serving) > 0
 
     def start(self) -> None:
         """The first peers serve at once, and join in small groups: who starts together sees the same directory."""
@@ -284,12 +279,6 @@ class World:
             found = view
         return found
 
-    def first_serving(self, view: View, count: int) -> list[PeerId]:
-        """The first few by their ids, as a client that connects beforehand takes them."""
-        if self._sorted[0] is not view:
-            self._sorted = (view, [record.peer_id for record in view.alive(self.agenda.now, PeerState.SERVING)])
-        return self._sorted[1][:count]
-
     def _announce(self, peer: Peer, expires_at: float = FOR_EVER) -> None:
         record = self._record(peer, expires_at)
         self.agenda.after(self.scenario.record_delay_s, self._read, [record])
@@ -332,6 +321,7 @@ class World:
     def _count(self, peer: Peer, by: int) -> None:
         for block in range(peer.span.start, peer.span.end):
             self.serving[block] += by
+        self.covered_since = min(self.covered_since, self.agenda.now) if min(self.serving) else math.inf
         self.tally.coverage(self.agenda.now, min(self.serving))
 
 

@@ -51,6 +51,8 @@ def test_the_reason_of_the_dial_is_told():
     assert judged["a"].condition is Condition.SERVING
     gone = record("b", state=PeerState.LEAVING)
     assert conditions(gone, silent={"b": "refused"}) == {"b": Condition.LEAVING}
+    loads = record("b", state=PeerState.JOINING)
+    assert conditions(loads, silent={"b": "no address is known"}) == {"b": Condition.JOINING}
     drains = record("b", state=PeerState.DRAINING)
     assert conditions(drains, silent={"b": "refused"}) == {"b": Condition.NO_ANSWER}
 

@@ -517,9 +517,8 @@ def unlike(prefill_ratio: float = 4.0, link_ratio: float = 10.0) -> tuple[View, 
 
 
 def split(view: View, costs: Costs, prompt: int, move_s: float = 1.0) -> Plan | Split:
-    return split_plan(
-        view, costs, Request(n_blocks=8), 0.0, prompt=prompt, tokens=256, move_s=lambda before, after: move_s
-    )
+    decode, prefill = Request(n_blocks=8), Request(n_blocks=8, tokens=prompt)
+    return split_plan(view, costs, decode, prefill, 0.0, tokens=256, move_s=lambda before, after: move_s)
 
 
 def test_a_long_prompt_and_its_answer_take_two_chains_of_unlike_peers() -> None:

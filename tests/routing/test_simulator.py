@@ -122,6 +122,21 @@ def test_a_block_that_nobody_serves_fails_answers_and_that_is_no_fault_of_ours()
     assert waits.failed == 0 and waits.running == 1
 
 
+def test_dead_hosts_that_do_not_answer_cost_a_new_session_no_whole_dial() -> None:
+    report = run(replace(BUSY, graceful=0.0, silent=1.0, probes=0, seconds=300.0, lifetime_s=90.0))
+    assert report.died > 20 and report.failed == 0
+    assert report.first_token_s[1] < 1.5 and report.first_token_s[-1] < BUSY.connect_s
+
+
+def test_who_finds_nobody_looks_until_a_newcomer_could_be_seen() -> None:
+    """In this one a session asks in the second before a newcomer's record can be read."""
+    busy = load("small").but(
+        seed=8, peers=14, lifetime_s=90.0, faults=(), seconds=900.0, clients=8, answer_tokens=100
+    )
+    report = run(busy)
+    assert report.failed > 0 and report.failed_while_covered == 0
+
+
 def test_a_hop_that_becomes_slow_is_left() -> None:
     report = run(load("slow"))
     assert report.faults == 1 and report.moves >= 1 and report.failed == 0
@@ -130,10 +145,11 @@ def test_a_hop_that_becomes_slow_is_left() -> None:
     assert after > 0.75 * before  # two chains of three are left
 
 
-def test_a_flash_crowd_spreads_over_equal_replicas() -> None:
-    report = run(load("flash"))
+@pytest.mark.parametrize("prompt", [40, 200], ids=["short prompts", "long prompts"])
+def test_a_flash_crowd_spreads_over_equal_replicas(prompt: int) -> None:
+    report = run(replace(load("flash"), prompt_tokens=prompt))
     assert report.finished == report.started == 16
-    assert report.fairness_peers > 0.9 and report.fairness_clients > 0.95
+    assert report.fairness_peers > 0.9 and report.fairness_clients > 0.95 and report.moves <= 4
 
 
 def test_a_peer_that_leaves_in_good_order_stalls_nobody() -> None:

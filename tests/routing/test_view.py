@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from routing.errors import BadInput
 from routing.types import PeerRecord, PeerState, Span
-from routing.view import TOMBSTONE_S, Event, Expired, PeerGone, RecordsSeen, View, apply
+from routing.view import TOMBSTONE_S, Event, Expired, PeerGone, RecordsSeen, View, apply, forgotten
 
 N_BLOCKS = 8
 
@@ -106,6 +106,16 @@ def test_an_unknown_peer_may_go():
 def test_a_model_has_blocks():
     with pytest.raises(BadInput):
         View({}, 0)
+
+
+def test_a_peer_is_forgotten_when_its_tombstone_goes_and_it_has_not_come_back():
+    view = fold(*seen(record("a", "0:4", expires_at=10.0), record("b", "0:4", expires_at=10.0)))
+    gone = apply(view, Expired(11.0))
+    assert not gone.records and not forgotten(view, gone), "it may come back at any moment"
+    after = apply(gone, Expired(12.0 + TOMBSTONE_S))
+    assert forgotten(gone, after) == {"a", "b"}
+    back = apply(after, RecordsSeen([record("b", "0:4", sequence=9, expires_at=2 * TOMBSTONE_S)]))
+    assert forgotten(gone, back) == {"a"} and not forgotten(after, back)
 
 
 records = st.builds(

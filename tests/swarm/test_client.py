@@ -9,6 +9,7 @@ import pytest
 
 from routing.cost import CLIENT
 from routing.types import Hop, PeerRecord, Span
+from routing.view import TOMBSTONE_S
 from swarm import client as client_module
 from swarm.checkpoint import open_checkpoint
 from swarm.client import ClientConfig, SwarmClient
@@ -17,6 +18,7 @@ from swarm.frames import Frame, FrameType
 from swarm.joincode import JoinCode
 from swarm.session import HopTrace, StepTrace
 from tests.tiny import make_tiny
+from tests.whole.stand_ins import MemoryDirectory
 
 PEER = "a peer"
 
@@ -95,3 +97,24 @@ def test_each_step_tells_what_its_hops_and_the_ways_between_them_take(connected:
     assert costs.link_s("a", "b") == pytest.approx(0.03) and not costs.measured(CLIENT, "a")
     assert costs.block_s(stranger, 1) == pytest.approx(0.02)
     assert costs.queue_s(stranger) == pytest.approx(costs.settings.hop_s)
+
+
+async def test_what_was_measured_of_a_peer_that_is_gone_for_long_is_forgotten(
+    connected: Connected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, now = connected.client, 0.0
+    directory = MemoryDirectory()
+    monkeypatch.setattr(client, "_directory", directory, raising=False)
+    monkeypatch.setattr(client, "_dht_time", lambda: now)
+    for generation in range(5):
+        name = f"peer {generation}"
+        directory.records = {name: PeerRecord(peer_id=name, span=Span(0, 2), sequence=1, expires_at=now + 60.0)}
+        await client.refresh()
+        client.costs.observe_rtt(CLIENT, name, 0.01)
+        now += 61.0
+        directory.records = {}
+        await client.refresh()
+        assert client.costs.measured(CLIENT, name), "it may come back at any moment"
+        now += TOMBSTONE_S + 1.0
+        await client.refresh()
+        assert not client.costs.measured(CLIENT, name)

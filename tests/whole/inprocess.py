@@ -24,7 +24,7 @@ from peer.capacity import Speed
 from peer.effects import SessionLimits
 from peer.service import Service
 from routing.cost import Costs
-from routing.planner import Plan
+from routing.planner import Plan, Split
 from routing.request import Request
 from routing.types import PeerId, PeerRecord, PeerState, Span
 from swarm.checkpoint import Checkpoint, open_checkpoint
@@ -260,6 +260,9 @@ class InProcessClient(SwarmClient):
 
     def plan(self, request: Request, *, spread: Any = None, **options: Any) -> Plan:
         return super().plan(request, spread=spread if self._learns else None, **options)
+
+    def plan_split(self, *args: Any, spread: Any = None, **options: Any) -> Plan | Split:
+        return super().plan_split(*args, spread=spread if self._learns else None, **options)
 
     def learn(self, trace: StepTrace) -> None:
         super().learn(trace)

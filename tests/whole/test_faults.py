@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from peer.effects import SessionLimits
-from routing.errors import Superseded
+from routing.errors import NoRoute, Superseded
+from routing.types import PeerRecord
 from swarm import healing
 from swarm.frames import Frame, FrameType
 from swarm.link import Heartbeat, Link
@@ -124,6 +125,66 @@ async def test_a_client_can_join_while_a_peer_is_frozen(tiny: Path, local: Refer
             assert frozen.peer_id not in session.route.peers
         frozen.thaw()
         await swarm.all_closed()
+
+
+async def test_a_new_session_does_not_wait_for_a_dial_that_takes_long(tiny: Path, local: Reference) -> None:
+    """The host of a record is gone and refuses nothing: here it takes the connection, and no more."""
+    async with running(tiny, SPARED) as (swarm, model), model.session() as session:
+        frozen = await swarm.add("0:3", announce=False)
+        frozen.freeze()
+        swarm.tell(frozen, decode_s=SPEED.decode_s / 10)
+        await model.client.refresh()
+        begun = time.monotonic()
+        await Text(session, local).more(2)
+        assert time.monotonic() - begun < 2.5, "a dial may take 5 s"
+        assert frozen.peer_id not in session.route.peers and frozen.peer_id in model.client.late()
+        assert not model.client.health.banned(frozen.peer_id, time.monotonic()), "nothing is known against it"
+        frozen.thaw()
+        await until(lambda: model.client.link(frozen.peer_id) and not model.client.late())
+        async with model.session() as another:
+            await Text(another, local).more(2)
+            assert frozen.peer_id in another.route.peers
+
+
+async def test_a_dial_that_takes_long_is_waited_for_where_there_is_nobody_else(tiny: Path, local: Reference) -> None:
+    async with running(tiny, ["3:6"]) as (swarm, model), model.session() as session:
+        slow = [await swarm.add("0:3", announce=False) for _ in range(2)]
+        for peer in slow:
+            peer.freeze()
+            swarm.tell(peer)
+        await model.client.refresh()
+        writing = asyncio.create_task(Text(session, local).more(2))
+        await until(lambda: model.client.late() == {peer.peer_id for peer in slow})
+        assert not writing.done() and not session.recoveries
+        slow[1].thaw()
+        await writing
+        assert slow[1].peer_id in session.route.peers and slow[0].peer_id in model.client.late()
+        slow[0].thaw()
+        assert not model.client.health.banned_peers(time.monotonic())
+
+
+async def test_a_newcomer_that_cannot_be_read_yet_is_waited_for_also_without_patience(
+    tiny: Path, local: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tiny, ["3:6"]) as (swarm, model), model.session() as session:
+        newcomer = await swarm.add("0:3", announce=False)
+        directory, refresh = swarm.directory, swarm.directory.refresh
+        before = directory.reads
+
+        async def read() -> list[PeerRecord]:
+            if directory.reads == before + 3:
+                swarm.tell(newcomer)
+            return await refresh()
+
+        monkeypatch.setattr(directory, "refresh", read)
+        text = Text(session, local)
+        await text.more(2)
+        assert newcomer.peer_id in session.route.peers
+        await asyncio.to_thread(newcomer.kill)
+        begun = time.monotonic()
+        with pytest.raises(NoRoute):
+            await text.more(2)
+        assert time.monotonic() - begun < healing.NEWCOMER_S + 2
 
 
 async def test_a_hop_that_stays_keeps_its_seat(tiny: Path, local: Reference) -> None:

@@ -1,0 +1,81 @@
+"""A peer that loads its blocks tells so, and takes it back if nothing comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from peer.config import PeerConfig
+from peer.node import Node
+from routing.errors import ModelError
+from routing.placement import least_covered_span
+from routing.types import PeerRecord, PeerState, Span
+from routing.view import RecordsSeen, View, apply
+from swarm.identity import Identity
+from tests.whole.stand_ins import until
+
+BLOCKS = 6
+
+
+class Told:
+    """A directory that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.records: list[PeerRecord] = []
+        self.left = 0
+
+    async def announce(self, record: PeerRecord) -> PeerRecord:
+        self.records.append(record)
+        return record
+
+    async def leave(self) -> None:
+        self.left += 1
+
+
+class Slow:
+    """A compute thread whose work takes until `done` says that it may end."""
+
+    def __init__(self, done: Callable[[], Any]):
+        self._done = done
+
+    async def run(self, work: Any, *args: Any) -> Any:
+        await until(self._done)
+        return work(*args)
+
+
+@pytest.fixture
+def loading(monkeypatch: pytest.MonkeyPatch) -> tuple[Node, Told]:
+    node, told = Node(PeerConfig(model="smollm2")), Told()
+    node._identity, node._span, node._directory = Identity.generate(), Span(0, 3), told  # type: ignore[assignment]
+    node._thread = Slow(lambda: told.records)  # type: ignore[assignment]
+    monkeypatch.setattr(node, "_load", lambda check: "the blocks")
+    return node, told
+
+
+async def test_while_its_blocks_load_a_peer_is_seen_and_who_comes_then_takes_others(loading: tuple[Node, Told]) -> None:
+    node, told = loading
+    async with AsyncExitStack() as stack:
+        assert await node._load_announced(stack) == "the blocks"
+        [record] = told.records
+        assert (record.peer_id, record.span) == (node._identity.peer_id, Span(0, 3))
+        assert record.state is PeerState.JOINING and told.left == 0
+        view = apply(View({}, BLOCKS), RecordsSeen([record]))
+        assert least_covered_span(view, BLOCKS, 3, 0.0) == Span(3, 6)
+
+
+async def test_a_peer_whose_blocks_cannot_be_loaded_says_goodbye(
+    loading: tuple[Node, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, told = loading
+
+    def load(check: Any) -> Any:
+        raise ModelError("a tensor is not the swarm's")
+
+    monkeypatch.setattr(node, "_load", load)
+    with pytest.raises(ModelError):
+        async with AsyncExitStack() as stack:
+            await node._load_announced(stack)
+    assert told.records and told.left == 1
