@@ -170,11 +170,12 @@ class Client(Child):
         timeout_s: float = ANSWER_S,
         standby: str = "inputs",
         without: Sequence[str] = (),
+        most_s: float | None = None,
     ) -> dict[str, Any]:
         """`tell_at`: say so, with the route, as soon as so many tokens are there, and standbys, if any, are warm.
-        `without`: peers that must not be used."""
+        `without`: peers that must not be used. `most_s`: the first token that comes later is the last."""
         request = {"do": "generate", "prompts": list(prompts), "new": new, "tell_at": tell_at}
-        return request | {"timeout_s": timeout_s, "standby": standby, "without": list(without)}
+        return request | {"timeout_s": timeout_s, "standby": standby, "without": list(without), "most_s": most_s}
 
     def do(self, what: str, prompts: Sequence[Sequence[int]], new: int, **more: Any) -> list[Run]:
         """One of the client's other works, see `bench/swarm_client.py`."""

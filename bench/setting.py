@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,11 +12,13 @@ from types import TracebackType
 
 from bench.children import ROOT, Client, LocalModel, make
 from bench.prompts import PROMPTS, long_ids
+from routing.simulation.scenario import BUSIEST, Fault, Scenario
 from swarm.local import LocalSwarm
 from tests.lab.lab import Lab
 from tests.lab.swarm import LabSwarm
+from tests.tiny import make_tiny
 
-FORGETS, PREFILL = "BENCH_FORGETS", "BENCH_PREFILL"  # to bench.forgetful and bench.unlike
+FORGETS, PREFILL, PACE = "BENCH_FORGETS", "BENCH_PREFILL", "BENCH_PACE"  # to bench.forgetful, .unlike and .paced
 WARM_TOKENS = 8
 
 
@@ -29,6 +32,50 @@ class UnlikeSwarm(LabSwarm):
 
     def _program(self, name: str) -> str:
         return "bench.unlike" if 2 * int(name.split("-")[1]) >= len(self.spans) else "peer"
+
+
+class PacedSwarm(LabSwarm):
+    """One peer a host, as quick as a scenario says."""
+
+    def __init__(self, lab: Lab, model: str, scenario: Scenario):
+        super().__init__(lab, model, scenario.spans, threads=1, environment={"PYTHONPATH": str(ROOT)})
+        self._scenario = scenario
+
+    def _program(self, name: str) -> str:
+        return "bench.paced"
+
+    def _place(self, name: str) -> tuple[list[str], str]:
+        before, address = super()._place(name)
+        self._set_pace(name, 1.0)
+        return [*before, "env", f"{PACE}={self._pace_of(name)}"], address
+
+    def harm(self, fault: Fault, routes: Sequence[Sequence[str]]) -> None:
+        """`routes`: of all sessions, as peer ids."""
+        peer = self.peers[0 if fault.peer == BUSIEST else int(fault.peer)]
+        if fault.peer == BUSIEST:
+            peer = max(self.peers, key=lambda peer: sum(peer.peer_id in route for route in routes))
+        if fault.kind == "kill":
+            peer.kill()
+        elif fault.kind == "leave":
+            peer.ask_to_leave()
+        else:
+            self._set_pace(peer.log.stem, fault.factor)
+
+    def _pace_of(self, name: str) -> Path:
+        assert self._folder is not None
+        return Path(self._folder.name) / f"{name}.pace"
+
+    def _set_pace(self, name: str, factor: float) -> None:
+        scenario, file = self._scenario, self._pace_of(name)
+        speed = scenario.speeds[int(name.split("-")[1]) % len(scenario.speeds)]
+        pace = {
+            "block_s": scenario.block_s * factor / speed,
+            "prefill_share": scenario.prefill_share,
+            "slope": scenario.slope,
+        }
+        fresh = file.with_suffix(".new")
+        fresh.write_text(json.dumps(pace))
+        fresh.replace(file)  # whoever reads it meanwhile reads all of it
 
 
 class Setting:
@@ -67,6 +114,13 @@ class Setting:
         with Setting("", self.rounds) as other:
             other.model = str(other._folder / "moe")
             make([other.model], other._folder)
+            yield other
+
+    @contextmanager
+    def tiny(self, blocks: int) -> Iterator[Setting]:
+        """A setting like this one whose model is a tiny random one, made for it: its tokens are bytes."""
+        with Setting("", self.rounds) as other:
+            other.model = str(make_tiny("llama", other._folder / "tiny", layers=blocks, tokenizer=True))
             yield other
 
     def end_local(self) -> None:

@@ -80,6 +80,8 @@ async def one(model: SwarmModel, prompt: Sequence[int] | str, request: dict[str,
                     told = True
                     assert session.route is not None
                     say({"event": "reached", "route": [hop.peer_id for hop in session.route]})
+                if request["most_s"] is not None and token.at_s - began > request["most_s"]:
+                    break
         routes = [recovery.reason for recovery in session.recoveries]
         assert session.route is not None
         facts = {"began": began, "ids": ids, "times": times, "spent_ms": spent_ms(session.traces), "routes": routes}

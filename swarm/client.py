@@ -372,8 +372,7 @@ class SwarmClient:
             self.spawn(self._try(hop))
 
     async def _try(self, hop: Hop) -> None:
-        if await self.connect([hop.peer_id], TRIAL_DIAL_S):
-            return
+        await self.connect([hop.peer_id], TRIAL_DIAL_S)
         link = self.link(hop.peer_id)
         if link is None:
             return

@@ -18,6 +18,7 @@ from typing import Any
 
 from routing.errors import BadInput
 from routing.simulation import Report, Scenario, simulate
+from routing.simulation.chance import Streams
 from swarm.progress import Progress, silent
 
 SCENARIOS = resources.files("swarm") / "scenarios"
@@ -47,15 +48,19 @@ def run(scenario: Scenario | str, *, growth: Sequence[int] = (), progress: Progr
     """A report. `growth`: numbers of peers, to measure what plans cost among so many. Raises BadInput."""
     if isinstance(scenario, str):
         scenario = load(scenario)
-    seconds, seed = scenario.seconds, scenario.seed
+    seconds = scenario.seconds
     with _no_collections():
         return simulate(
             scenario,
-            lambda stream: random.Random(f"{seed}:{stream}"),
+            streams(scenario),
             clock=time.perf_counter,
             watch=lambda passed: progress("simulating", round(passed), round(seconds)),
             growth=growth,
         )
+
+
+def streams(scenario: Scenario) -> Streams:
+    return lambda stream: random.Random(f"{scenario.seed}:{stream}")
 
 
 @contextmanager

@@ -67,6 +67,7 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
     causes = ", ".join(f"{count:,} by {cause}" for cause, count in report.stalls_by_cause.items())
     yield "stalls", f"{report.stalls:,}" + (f" ({causes})" if causes else "")
     yield "stalls, ms", _percentiles(report.stall_s)
+    yield "longest gap of an answer, ms", _percentiles(report.gap_s)
     yield "changes of route", (
         f"{report.losses:,} losses, {report.moves:,} moves, {report.handed_over:,} handed over without a stall"
     )

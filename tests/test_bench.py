@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -22,6 +24,7 @@ from bench.figures import (
 )
 from bench.process import smaps_rollup
 from bench.prompts import PROMPTS, long_ids
+from bench.simulated import SCENARIOS, foreseen
 
 
 def run(began: float, *times: float) -> Run:
@@ -106,3 +109,26 @@ def test_no_two_rounds_send_the_same_long_prompt():
 def test_eight_prompts_for_eight_sessions_and_no_part_has_two_names():
     assert len(set(PROMPTS)) == 8
     assert not PARTS.keys() & LONG_PARTS.keys()
+
+
+def test_a_paced_pass_takes_what_the_scenario_gives_it():
+    from bench.paced import Pace, _paced
+
+    def rows(*counts: int):
+        return [SimpleNamespace(hidden=SimpleNamespace(shape=(count, 4))) for count in counts]
+
+    pace = Pace(block_s=0.01, prefill_share=0.05, slope=0.1)
+    assert pace.pass_s(rows(1)) == pytest.approx(0.01)
+    assert pace.pass_s(rows(1, 1, 8)) == pytest.approx(0.012)
+    assert pace.pass_s(rows(9)) == pytest.approx(0.01)  # no pass takes less than a step does
+    assert pace.pass_s(rows(40, 40)) == pytest.approx(0.04)
+    begun = time.perf_counter()
+    assert len(list(_paced(iter([None, None]), 0.01, 3))) == 3
+    assert time.perf_counter() - begun >= 0.03
+
+
+def test_the_lab_and_the_simulator_are_told_the_same():
+    assert len({scenario.name for scenario in SCENARIOS}) == len(SCENARIOS) == 4
+    for scenario in SCENARIOS:
+        assert len(scenario.places) == 1 + scenario.peers and len(scenario.spans) == scenario.peers
+        assert foreseen(scenario.but(seconds=4.0)).tokens_per_s > 0

@@ -10,7 +10,7 @@ again at most every `PROBE_AGAIN_S`, when it plans, and not at each refresh: not
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -23,7 +23,8 @@ from routing.planner import Plan, Split, plan, split_plan
 from routing.probing import Probes
 from routing.request import CHUNK, Request
 from routing.simulation.chance import Chance
-from routing.simulation.world import Peer, World
+from routing.simulation.peer import Peer
+from routing.simulation.world import World
 from routing.types import Hop, PeerId, PeerRecord, PeerState, Route
 from routing.view import View, forgotten
 
@@ -123,14 +124,16 @@ class Client:
         """As the last ping told."""
         return self.world.by_id[peer_id].sessions_at(self.read_at) if peer_id in self.links else 0
 
-    def learn(self, route: Route, noise: float) -> None:
-        """A decode step's own timing, as `swarm/client.py` takes it."""
+    def learn(self, route: Route, times: Sequence[tuple[float, float]], noise: float) -> None:
+        """A decode step's own timing, as `swarm/client.py` takes it. `times`: of each hop, its pass and the wait."""
         costs, by_id, now = self.costs, self.world.by_id, self.world.agenda.now
         costs.advance(now)
         for index, hop in enumerate(route):
             peer, record = by_id[hop.peer_id], self.view.records.get(hop.peer_id)
-            costs.observe_decode(peer.id, peer.decode_s * noise, record.decode_s if record is not None else 0.0)
-            costs.observe_queue(peer.id, 0.0)
+            pass_s, queue_s = times[index]
+            block_s = pass_s / (hop.exit - hop.entry)
+            costs.observe_decode(peer.id, block_s * noise, record.decode_s if record is not None else 0.0)
+            costs.observe_queue(peer.id, queue_s * noise)
             self.health.worked(peer.id, now)
             if index > 0:
                 before = by_id[route[index - 1].peer_id]

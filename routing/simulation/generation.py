@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from routing.errors import NoRoute
@@ -20,11 +21,12 @@ from routing.planner import Plan, Split
 from routing.request import Request
 from routing.retry import NEWCOMER_S
 from routing.simulation.client import Client
-from routing.simulation.delays import catch_up_s, dial
+from routing.simulation.delays import dial, hold_up_s, ready_s
+from routing.simulation.queueing import Stop, beside_s, longest_wait_s, through
 from routing.types import Hop, PeerId, Route
 
 if TYPE_CHECKING:
-    from routing.simulation.world import Peer
+    from routing.simulation.peer import Peer
 
 LONG_PROMPT = 64  # a prompt of so many tokens and its answer may take different chains
 LOOK_EVERY_S = 0.2  # at the directory, while no route is found
@@ -44,10 +46,15 @@ class Generation:
         self.begun = self.agenda.now
         self.first_at: float | None = None  # the first token
         self.done = 0.0  # tokens
+        self.gap_s = 0.0  # the longest between two of them
+        self._last_at = math.inf  # when the last whole one was there
         self.route: Route | None = None
         self.standbys: dict[Hop, PeerId] = {}
         self.running = self.over = False
-        self.step_s = math.inf
+        self.filling: frozenset[PeerId] = frozenset()  # who computes what a new route has not got
+        self.step_s = self._longest_s = math.inf
+        self._alike = 0  # steps since their time changed
+        self._times: list[tuple[float, float]] = []  # of each hop: its pass, and what a step waits for it
         self._avoid: set[PeerId] = set()
         self._failed: frozenset[PeerId] = frozenset()
         self._looked_at = -math.inf
@@ -176,7 +183,7 @@ class Generation:
         for hop in route:
             if hop.peer_id not in client.links:
                 client.connect(self.world.by_id[hop.peer_id])
-        self._take(route, self._ready_s(route), targets)
+        self._take(route, self._hold_up_s(route, in_step=True), targets)
 
     def _give_up(self) -> None:
         self.tally.gave_up(self.world.covered_since <= self._seek_since)
@@ -184,8 +191,8 @@ class Generation:
 
     # -- routes ----------------------------------------------------------------------------------------------
 
-    def _ready_s(self, route: Route) -> float:
-        return catch_up_s(self.client, self.route, route, self.position, self.standbys)
+    def _hold_up_s(self, route: Route, *, in_step: bool) -> float:
+        return hold_up_s(self.client, self.route, route, self.position, self.standbys, in_step=in_step)
 
     def _take(self, route: Route, hold_s: float, targets: Route | None = None) -> None:
         """On from here after `hold_s`."""
@@ -195,6 +202,7 @@ class Generation:
         stay = {hop: peer_id for hop, peer_id in self.standbys.items() if hop in route.hops}
         self.standbys = {hop: peer_id for hop, peer_id in stay.items() if peer_id not in route.peers}
         self.running, self._since = False, self.agenda.now
+        self.filling = route.peers - (before.peers if before is not None else frozenset()) if hold_s else frozenset()
         self.world.seat(self, before, route)
         self.agenda.after(hold_s, self._resume, self._version, targets)
 
@@ -203,22 +211,30 @@ class Generation:
             return
         now = self.agenda.now
         if self._why == "first":
-            self.first_at, self.done = now, 1.0
+            self.first_at = self._last_at = now
             self.tally.first_token(now - self.begun)
-            self.tally.produced(now, now, 1.0)
-            self.client.tokens += 1
+            self._token_comes()
         elif math.isfinite(self._trouble_since):
             self.tally.stalled(now, now - self._trouble_since, self._why)
-        self._trouble_since, self._since, self._told = math.inf, now, self.done
-        self.running, self._watched_s = True, math.inf
+            self._token_comes()
+        self._trouble_since, self._since = math.inf, now
+        self.running, self._watched_s, self._told = True, math.inf, self.done
         self._mover.rerouted()
         self._choose_standbys()
+        self.world.runs(self, self.route.peers)
         self.load_changed()
         if targets is not None:
             self._make_ready(targets, "split")
         for hop in self.route:
             if hop.peer_id in self.client.leaving:
                 self._hand_over(self.world.by_id[hop.peer_id])
+
+    def _token_comes(self) -> None:
+        """With the output of what the route had not got. What was under way when a hop was lost came to nothing."""
+        now, whole = self.agenda.now, math.floor(self.done + 1e-6) + 1.0
+        self.tally.produced(now, now, whole - self.done)
+        self.client.tokens += whole - self.done
+        self.gap_s, self._last_at, self.done = max(self.gap_s, now - self._last_at), now, whole
 
     def _choose_standbys(self) -> None:
         if self.scenario.standby == "none" or self.route is None:
@@ -233,6 +249,8 @@ class Generation:
             if record is not None and self.world.by_id[record.peer_id].alive:
                 self.client.connect(self.world.by_id[record.peer_id])
                 self.standbys[hop] = record.peer_id
+        for hop, after in pairwise(self.route):
+            self.world.connect(*({each.peer_id, self.standbys.get(each, each.peer_id)} for each in (hop, after)))
         self._choose_at = self.agenda.now + STANDBY_AGAIN_S if len(self.standbys) < len(self.route) else math.inf
 
     # -- tokens ----------------------------------------------------------------------------------------------
@@ -242,6 +260,7 @@ class Generation:
         now = self.agenda.now
         if self.running and self.route is not None and now > self._since:
             tokens = min((now - self._since) / self.step_s, max(0.0, self.answer - self.done))
+            self._note_gaps(tokens)
             self.done += tokens
             self.client.tokens += tokens
             self.tally.produced(self._since, now, tokens)
@@ -249,13 +268,39 @@ class Generation:
                 self.world.by_id[hop.peer_id].work += tokens * (hop.exit - hop.entry)
         self._since = max(self._since, now)
 
+    def _note_gaps(self, tokens: float) -> None:
+        """Of the whole tokens among so many, that came since the last time, evenly but for what waits vary."""
+        whole = math.floor(self.done + tokens + 1e-6) - math.floor(self.done + 1e-6)
+        if whole:
+            first_at = self._since + (1 - (self.done + 1e-6) % 1) * self.step_s
+            # Of k waits that are spread evenly the longest is (k - 1) / (k + 1) of the way from their mean to the most.
+            self._alike += whole
+            far = (self._alike - 1) / (self._alike + 1)
+            self.gap_s = max(self.gap_s, first_at - self._last_at)
+            if whole > 1:
+                self.gap_s = max(self.gap_s, self.step_s + far * (self._longest_s - self.step_s))
+            self._last_at = first_at + (whole - 1) * self.step_s
+
     def load_changed(self) -> None:
         """A step takes another time from now on: after `settle`."""
         if not self.running or self.route is None:
             return
-        by_id = self.world.by_id
-        compute_s = sum((hop.exit - hop.entry) * by_id[hop.peer_id].decode_s for hop in self.route)
-        self.step_s = self.client.links_s(self.route) + compute_s
+        self._measure(self.route)  # the steps until now, while it is known what they took
+        peers, ways_s = [self.world.by_id[hop.peer_id] for hop in self.route], self.client.links_s(self.route)
+        stops = [
+            Stop(
+                alone_s := (hop.exit - hop.entry) * peer.decode_s, peer.decoding, peer.most,
+                beside_s(alone_s, peer.chunk_s(peer.prompts, self.prompt)) if peer.prompts else 0.0,
+            )
+            for hop, peer in zip(self.route, peers, strict=True)
+        ]  # fmt: skip
+        self._times = through(ways_s, stops, self.scenario.slope)
+        for peer, stop, (_, wait_s) in zip(peers, stops, self._times, strict=True):
+            if not stop.beside_s:  # a prompt is soon over: records tell a running mean
+                peer.queue_s = wait_s
+        passes_s, self._alike = sum(pass_s for pass_s, _ in self._times), 0
+        self.step_s = ways_s + passes_s + sum(wait_s for _, wait_s in self._times)
+        self._longest_s = ways_s + passes_s + longest_wait_s(stops, self._times)
         if abs(self.step_s - self._watched_s) > CHANGED * self.step_s:
             self._watched_s, self._watch = self.step_s, WATCHED
         self._plan_next()
@@ -265,8 +310,10 @@ class Generation:
         self._version += 1
         now = self.agenda.now
         end = now + max(0.0, self.answer - self.done) * self.step_s
-        # While a step's time is new, each is looked at as it comes, as the session does.
-        look = now + self.step_s if self._watch else max(self._look_at, now + self.step_s)
+        # While a step's time is new, each is looked at as it comes, as the session does: always between two tokens.
+        begun = (self.done + 1e-6) % 1
+        steps = 1.0 if self._watch else max(1.0, math.ceil((self._look_at - now) / self.step_s + begun))
+        look = now + (steps - begun) * self.step_s
         self.agenda.at(min(end, look), self._wake, self._version)
 
     def _wake(self, version: int) -> None:
@@ -293,7 +340,7 @@ class Generation:
         """What the steps since the last time tell the pace and the costs."""
         for _ in range(min(MEASURED, int(self.done - self._told + 1e-6))):
             noise = self.client.noise()
-            self.client.learn(route, noise)
+            self.client.learn(route, self._times, noise)
             self._mover.step(self.step_s * noise, self.agenda.now)
         self._told = self.done
 
@@ -325,7 +372,7 @@ class Generation:
             self._make_ready(found.route, "move")
             return False
         self._why, self._trouble_since = "move", self.agenda.now
-        self._take(found.route, self._ready_s(found.route))
+        self._take(found.route, self._hold_up_s(found.route, in_step=False))
         return True
 
     def _beside(self, route: Route, margin: float) -> Plan | None:
@@ -338,7 +385,8 @@ class Generation:
     def _make_ready(self, route: Route, why: str) -> None:
         """What new hops need is computed while the text goes on; then they take over without holding it up."""
         self._target = route
-        self.agenda.after(self._ready_s(route), self._switch, self._route_version, route, why)
+        until_s = ready_s(self.client, self.route, route, self.position, self.standbys)
+        self.agenda.after(until_s, self._switch, self._route_version, route, why)
 
     def _switch(self, route_version: int, route: Route, why: str) -> None:
         if route_version != self._route_version or not self.running or self.over:
@@ -405,6 +453,7 @@ class Generation:
         if self.route is not None:
             self.world.seat(self, self.route, None)
         client.busy_s += now - self.begun
+        self.tally.had_gap(self.gap_s)
         if not failed and self.first_at is not None:
             self.tally.finished(self.answer, now - self.first_at)
         self._ended()

@@ -51,6 +51,7 @@ class Report:
     stalls: int
     stall_s: tuple[float, float, float, float]
     stalls_by_cause: dict[str, int]
+    gap_s: tuple[float, float, float, float]  # the longest time between two tokens of an answer
     losses: int  # an answer lost a hop
     moves: int  # to a cheaper route
     handed_over: int  # a hop left in good order, and nobody waited
@@ -88,6 +89,7 @@ class Tally:
         self._rates: list[float] = []
         self._first_tokens: list[float] = []
         self._stalls: list[float] = []
+        self._gaps: list[float] = []
         self._causes: dict[str, int] = {}
         self._tokens_at = [0.0] * BUCKETS
         self._stalls_at = [0.0] * BUCKETS
@@ -111,6 +113,10 @@ class Tally:
         self._causes[cause] = self._causes.get(cause, 0) + 1
         part = self._part(now)
         self._stalls_at[part] = max(self._stalls_at[part], seconds)
+
+    def had_gap(self, seconds: float) -> None:
+        """An answer's longest, at its end or at that of the simulation."""
+        self._gaps.append(seconds)
 
     def produced(self, begin: float, end: float, tokens: float) -> None:
         """Evenly between two moments."""
@@ -175,7 +181,7 @@ class Tally:
             rates=(percentile(self._rates, 10), percentile(self._rates, 50), percentile(self._rates, 90)),
             first_token_s=_percentiles(self._first_tokens),
             stalls=len(self._stalls), stall_s=_percentiles(self._stalls),
-            stalls_by_cause=dict(sorted(self._causes.items())),
+            stalls_by_cause=dict(sorted(self._causes.items())), gap_s=_percentiles(self._gaps),
             losses=self.lost_hops, moves=self.moved, handed_over=self.handed_over,
             joined=self.joined, left=self.left, died=self.died, faults=self.faults,
             fairness_clients=jain([rate for rate in rates if rate > 0]), fairness_peers=jain(work),

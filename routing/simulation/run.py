@@ -80,14 +80,14 @@ class _Questions:
         return self._client.tokens / self._client.busy_s if self._client.busy_s else 0.0
 
     def begin(self) -> None:
-        scenario = self._client.world.scenario
-        self._now.at(scenario.start_s + self._rng.uniform(0.0, scenario.start_within_s), self._ask)
+        self._now.at(first_question_s(self._client.world.scenario, self._rng), self._ask)
 
     def end(self) -> None:
         """Of the simulation: what runs counts as far as it has come."""
         if self._running is not None:
             self._running.settle()
             self._client.busy_s += self._now.now - self._running.begun
+            self._client.world.tally.had_gap(self._running.gap_s)
 
     def _ask(self) -> None:
         scenario = self._client.world.scenario
@@ -149,6 +149,11 @@ def _plan_some(scenario: Scenario, streams: Streams, tally: Tally, clock: Callab
         short = candidates.short_view(view, 0.0, request)
         route = plan(short, costs, request, 0.0)
         tally.planned(len(short.records), route.relaxations, clock() - begun if clock else None)
+
+
+def first_question_s(scenario: Scenario, rng: Chance) -> float:
+    """When a client asks for the first time. `rng`: its stream of questions."""
+    return scenario.start_s + rng.uniform(0.0, scenario.start_within_s)
 
 
 def _length(rng: Chance, median: int, spread: float, least: int) -> int:

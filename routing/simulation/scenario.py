@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from routing.coordinates import DIMENSIONS
 from routing.errors import BadInput
 from routing.types import Span
 
@@ -56,6 +57,7 @@ class Scenario:
     spans: tuple[str, ...] = ()  # of the first peers, in turn; empty: each takes what the swarm lacks most
     block_s: float = 0.004  # one token through one block, alone
     speed_spread: float = 0.5
+    speeds: tuple[float, ...] = ()  # of the first peers, in turn: so many times as quick; empty: drawn
     prefill_share: float = 0.05  # of that: one token of a long chunk
     slope: float = 0.1  # of a pass's time: what one more session in it adds
     hop_s: float = 0.002  # of any hop, however few blocks it runs
@@ -67,7 +69,8 @@ class Scenario:
     load_s: float = 20.0  # from joining to serving
     announce_joining: bool = True  # while loading, so that others see it
 
-    # Links. Regions lie on a sphere.
+    # Links. Regions lie on a sphere, unless places are given.
+    places: tuple[tuple[float, float, float], ...] = ()  # of the clients, then of the peers in turn: round trips apart
     regions: int = 4
     region_rtt_s: float = 0.08  # round trip between two of them, about
     access_s: float = 0.004  # each end's own share of a round trip
@@ -122,6 +125,15 @@ class Scenario:
                 raise BadInput(f'spans is a list of spans, for example ["0:12", "12:24"], not {list(self.spans)}')
             if Span.parse(text).end > self.n_blocks:
                 raise BadInput(f"spans has {text}, but the model has {self.n_blocks} blocks (n_blocks)")
+        for speed in self.speeds:
+            _number("each of speeds", speed, 0.01, 100.0)
+        if len(self.places) == 1:
+            raise BadInput("places has the clients' and at least one peer's, not one alone")
+        for place in self.places:
+            if not isinstance(place, tuple) or len(place) != DIMENSIONS:
+                raise BadInput(f"each of places has {DIMENSIONS} axes, for example [0.02, 0.0, 0.0], not {place!r}")
+            for axis in place:
+                _number("each axis of places", axis, -5.0, 5.0)
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Scenario:
@@ -131,9 +143,11 @@ class Scenario:
             if name not in known:
                 raise BadInput(f"a scenario has no {name}; it has {', '.join(sorted(known))}")
         given = dict(facts)
-        for name in ("capacity", "spans"):
+        for name in ("capacity", "spans", "speeds", "places"):
             if name in given:
                 given[name] = tuple(_listed(name, given[name]))
+        if "places" in given:
+            given["places"] = tuple(tuple(_listed("each of places", place)) for place in given["places"])
         if "faults" in given:
             given["faults"] = tuple(_fault(each) for each in _listed("faults", given["faults"]))
         for each in fields(cls):  # TOML tells 60 from 60.0; here both are seconds

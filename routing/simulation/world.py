@@ -1,74 +1,35 @@
-"""The machines of a simulated swarm, how they come and go, and the directory that tells of them, late.
+"""The machines of a simulated swarm (`peer.py`), how they come and go, and the directory that tells of them, late.
 
 Owns what is true: speeds, places, who is alive, who serves what, how many sessions each peer has. Clients know of it
 what `view_at` and their own measurements tell. Peers choose their blocks with the real `least_covered_span`, from the
 directory as it is when they join.
-
-A peer packs its sessions in passes: a pass with `n` sessions takes `1 + slope * (n - 1)` times as long as one with a
-single session, and that is how long each session's step takes there. Waiting for the pass under way is part of it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
+from itertools import product
 from typing import TYPE_CHECKING
 
 from routing.coordinates import LEAST_HEIGHT_S, LONGEST_S, Coordinate
 from routing.placement import least_covered_span
 from routing.simulation.agenda import Agenda
 from routing.simulation.chance import Chance, Streams
+from routing.simulation.peer import Peer
 from routing.simulation.report import Tally
 from routing.simulation.scenario import BUSIEST, Fault, Scenario
 from routing.types import PeerId, PeerRecord, PeerState, Route, Span
 from routing.view import Expired, RecordsSeen, View, apply
 
 if TYPE_CHECKING:
-    from routing.simulation.client import Client
     from routing.simulation.generation import Generation
 
 FOR_EVER = 1e12  # records of the living are renewed in time: only those of the dead expire
 DRAIN_S = 60.0  # a peer that leaves waits so long for its sessions to move
 WORTH_TELLING = 0.2  # a change of what a record claims, relative
 TOLD_ERROR = 0.1  # of network coordinates
-
-
-class Peer:
-    """One machine. Where it stands among the others never changes, its load and speed do."""
-
-    def __init__(self, number: int, peer_id: PeerId, place: Coordinate, told: Coordinate, block_s: float, slope: float):
-        self.number, self.id, self.place, self.told = number, peer_id, place, told
-        self.block_s, self.slope, self.factor = block_s, slope, 1.0
-        self.span = Span(0, 1)
-        self.state = PeerState.JOINING
-        self.alive, self.silent = True, False
-        self.sequence = 0
-        self.claimed_s = 0.0  # in its last record
-        self.renewing = False
-        self.sessions: dict[Generation, int] = {}  # and how many blocks each runs here
-        self.linked: dict[Client, None] = {}
-        self.counts: deque[tuple[float, int]] = deque([(0.0, 0)])
-        self.served_since = 0.0
-        self.work = 0.0  # tokens times blocks
-
-    @property
-    def decode_s(self) -> float:
-        """One token through one block, with those that are here."""
-        return self.block_s * self.factor * (1 + self.slope * max(0, len(self.sessions) - 1))
-
-    def sessions_at(self, when: float) -> int:
-        """As a ping at that moment told."""
-        found = 0
-        for at, count in self.counts:
-            if at > when:
-                break
-            found = count
-        return found
-
-    def counted(self, now: float, keep_s: float) -> None:
-        self.counts.append((now, len(self.sessions)))
-        while len(self.counts) > 1 and self.counts[1][0] < now - keep_s:
-            self.counts.popleft()
 
 
 class World:
@@ -83,6 +44,7 @@ class World:
         self._machines, self._life = streams("machines"), streams("life")
         self._renewals = streams("renewals")
         places = streams("regions")
+        self._edges: set[frozenset[PeerId]] = set()  # connections between peers
         self._centres = [_on_sphere(places, scenario.region_rtt_s) for _ in range(scenario.regions)]
         self._view = View({}, scenario.n_blocks)
         self._history: deque[tuple[float, View]] = deque()
@@ -104,11 +66,12 @@ class World:
 
     # -- places ----------------------------------------------------------------------------------------------
 
-    def place(self, rng: Chance) -> tuple[Coordinate, Coordinate]:
-        """Of a new end: where it is, and where it says it is."""
+    def place(self, rng: Chance, peer: int | None = None) -> tuple[Coordinate, Coordinate]:
+        """Of a new end, a client or the peer of that number: where it is, and where it says it is."""
         scenario = self.scenario
-        centre = rng.choice(self._centres)
-        near = scenario.access_s
+        near, given = scenario.access_s, scenario.places
+        number = 0 if peer is None else 1 + peer % max(1, len(given) - 1)
+        centre: tuple[float, ...] = given[number] if given else rng.choice(self._centres)
         place = tuple(_within(axis + rng.gauss(0, near / 2)) for axis in centre)
         height = min(LONGEST_S, max(LEAST_HEIGHT_S, _drawn(rng, near / 2, scenario.access_spread)))
         told = tuple(_within(axis + rng.gauss(0, TOLD_ERROR * near)) for axis in place)
@@ -122,12 +85,13 @@ class World:
 
     def _new_peer(self) -> Peer:
         scenario, rng, number = self.scenario, self._machines, len(self.peers)
-        place, told = self.place(rng)
+        place, told = self.place(rng, number)
         # Ids are like base58 ones: their order says nothing.
-        peer = Peer(
-            number, f"{rng.randrange(16**8):08x}-{number}", place, told,
-            _drawn(rng, scenario.block_s, scenario.speed_spread), scenario.slope,
-        )  # fmt: skip
+        peer_id = f"{rng.randrange(16**8):08x}-{number}"
+        block_s = _drawn(rng, scenario.block_s, scenario.speed_spread)
+        if scenario.speeds and number < scenario.peers:
+            block_s = scenario.block_s / scenario.speeds[number % len(scenario.speeds)]
+        peer = Peer(number, peer_id, place, told, block_s, scenario.prefill_share)
         self.peers.append(peer)
         self.by_id[peer.id] = peer
         return peer
@@ -242,6 +206,14 @@ class World:
             return max(able, key=lambda peer: (len(peer.sessions), -peer.number), default=None)
         return next((peer for peer in able if peer.number == fault.peer), None)
 
+    def connected(self, a: PeerId, b: PeerId) -> bool:
+        """Two peers, with each other."""
+        return a == b or frozenset((a, b)) in self._edges
+
+    def connect(self, some: Iterable[PeerId], others: Iterable[PeerId]) -> None:
+        """Each of these peers with each of those."""
+        self._edges.update(frozenset(pair) for pair in product(some, others))
+
     # -- sessions --------------------------------------------------------------------------------------------
 
     def seat(self, generation: Generation, before: Route | None, after: Route | None) -> None:
@@ -252,9 +224,7 @@ class World:
         peers = dict.fromkeys(hop.peer_id for hop in (*(before or ()), *(after or ())))
         touched = [self.by_id[peer_id] for peer_id in peers]
         changed = [peer for peer in touched if (generation in peer.sessions) != (peer.id in blocks)]
-        others = dict.fromkeys(other for peer in changed for other in peer.sessions if other is not generation)
-        for other in others:
-            other.settle()
+        others = self._beside(generation, changed)
         for peer in touched:
             if peer.id in blocks:
                 peer.sessions[generation] = blocks[peer.id]
@@ -262,11 +232,27 @@ class World:
                 peer.sessions.pop(generation, None)
         for peer in changed:
             peer.counted(self.agenda.now, self.scenario.refresh_s + 1.0)
+            if not peer.sessions:
+                peer.queue_s = 0.0
             self._load_changed(peer)
             if peer.state is PeerState.DRAINING and not peer.sessions:
                 self.agenda.after(0.0, self.depart, peer)
         for other in others:
             other.load_changed()
+
+    def runs(self, generation: Generation, peers: Iterable[PeerId]) -> None:
+        """What these peers computed for a session is done, and it decodes from now on."""
+        others = self._beside(generation, [self.by_id[peer_id] for peer_id in peers])
+        generation.filling = frozenset()
+        for other in others:
+            other.load_changed()
+
+    def _beside(self, generation: Generation, peers: Iterable[Peer]) -> dict[Generation, None]:
+        """Whom it concerns if that session does something else on these peers; their tokens up to now are counted."""
+        others = dict.fromkeys(other for peer in peers for other in peer.sessions if other is not generation)
+        for other in others:
+            other.settle()
+        return others
 
     # -- the directory ---------------------------------------------------------------------------------------
 
@@ -285,10 +271,10 @@ class World:
 
     def _record(self, peer: Peer, expires_at: float = FOR_EVER) -> PeerRecord:
         peer.sequence += 1
-        peer.claimed_s = peer.decode_s
+        peer.claimed_s = peer.held_up_s
         return PeerRecord(
             peer_id=peer.id, span=peer.span, state=peer.state, sequence=peer.sequence, expires_at=expires_at,
-            decode_s=peer.claimed_s, prefill_s=peer.block_s * peer.factor * self.scenario.prefill_share,
+            decode_s=peer.decode_s, prefill_s=peer.decode_s * self.scenario.prefill_share, queue_s=peer.queue_s,
         )  # fmt: skip
 
     def _read(self, records: list[PeerRecord]) -> None:
@@ -314,7 +300,7 @@ class World:
 
     def _renew(self, peer: Peer) -> None:
         peer.renewing = False
-        changed = abs(peer.decode_s - peer.claimed_s) > WORTH_TELLING * peer.claimed_s
+        changed = abs(peer.held_up_s - peer.claimed_s) > WORTH_TELLING * peer.claimed_s
         if peer.alive and peer.state is PeerState.SERVING and changed:
             self._announce(peer)
 

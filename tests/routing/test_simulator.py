@@ -16,6 +16,7 @@ from routing.errors import BadInput
 from routing.simulation import Fault, Report, Scenario, planning_growth, simulate
 from routing.simulation.agenda import Agenda
 from routing.simulation.chance import Chance
+from routing.simulation.delays import HANDSHAKE
 from routing.simulation.report import BUCKETS, Tally, jain, percentile
 from swarm.simulation import load, names
 
@@ -52,13 +53,15 @@ def test_the_first_token_takes_the_way_and_the_prompt() -> None:
     report = run(replace(ALIKE, access_s=RTT_S, access_spread=0.0))
     way_s = 1 / report.rates[1] - BLOCKS * BLOCK_S
     assert way_s >= RTT_S  # each end is half of it away from where their region is, and not at the same place
-    prompt_s = 10 * BLOCKS * BLOCK_S * ALIKE.prefill_share
-    assert report.first_token_s[0] == pytest.approx(way_s + prompt_s)
+    assert report.first_token_s[0] == pytest.approx(way_s + BLOCKS * BLOCK_S)  # no pass takes less than a step does
+    long = run(replace(ALIKE, access_s=RTT_S, access_spread=0.0, prompt_tokens=60))
+    assert long.first_token_s[0] == pytest.approx(way_s + 60 * BLOCKS * BLOCK_S * ALIKE.prefill_share)
 
 
 def test_who_shares_a_peer_is_slower_by_the_slope() -> None:
+    # While two or three are in a pass the others wait for its end: (1 + 0.25) + (1 + 2 * 0.25) passes for all five.
     report = run(replace(ALIKE, clients=5, slope=0.25))
-    assert report.rates[1] == pytest.approx(1 / (2 * LEAST_HEIGHT_S + 2 * BLOCKS * BLOCK_S), rel=1e-3)
+    assert report.rates[1] == pytest.approx(1 / (2.75 * BLOCKS * BLOCK_S), rel=2e-3)
     assert report.fairness_clients == pytest.approx(1.0, abs=1e-3)
 
 
@@ -76,8 +79,39 @@ def test_a_lost_hop_costs_notice_plan_dial_and_replay() -> None:
     replayed = 10 + int(1 + (5.0 - report.first_token_s[0]) * report.rates[1])
     replay_s = replayed * BLOCKS * BLOCK_S * scenario.prefill_share
     assert report.stall_s[0] == pytest.approx(replay_s, rel=0.1)
+    assert report.stall_s[0] < report.gap_s[0] < report.stall_s[0] + BLOCKS * BLOCK_S  # the step that was lost is in it
     warm = run(replace(scenario, standby="warm"))
-    assert warm.losses == 1 and warm.stall_s[0] < 0.001
+    assert warm.losses == 1 and warm.stall_s[0] == pytest.approx(BLOCKS * BLOCK_S, rel=0.01)  # the step again
+
+
+def test_peers_are_as_quick_and_as_far_as_the_scenario_says() -> None:
+    far, near = (RTT_S, 0.0, 0.0), (0.0, 0.0, 0.0)
+    unlike = replace(ALIKE, peers=2, spans=("0:12", "12:24"), speeds=(2.0, 0.5), places=(near, near, far))
+    way_s = 3 * LEAST_HEIGHT_S + RTT_S  # to the first, which is here, to the other, and back
+    report = run(unlike)
+    assert report.rates[1] == pytest.approx(1 / (way_s + 12 * BLOCK_S / 2.0 + 12 * BLOCK_S / 0.5))
+    assert report.gap_s[0] == pytest.approx(1 / report.rates[1])
+
+
+def test_the_first_prompt_waits_for_its_hops_to_connect() -> None:
+    near, far = (0.0, 0.0, 0.0), (1.0, 0.0, 0.0)
+    apart = replace(ALIKE, peers=2, spans=("0:12", "12:24"), places=(near, near, far), seconds=400.0)
+    report = run(apart)
+    assert report.first_token_s[0] - 1 / report.rates[1] == pytest.approx(
+        HANDSHAKE * 1.0 - 12 * BLOCK_S, rel=1e-3  # the first hop dials and computes at the same time
+    )
+
+
+def test_a_hop_that_becomes_slow_is_felt_from_then_on_and_not_before() -> None:
+    report = run(replace(ALIKE, faults=(Fault(at_s=5.0, kind="slow", factor=10.0),)))
+    assert report.gap_s[0] == pytest.approx(2 * LEAST_HEIGHT_S + 10 * BLOCKS * BLOCK_S, rel=0.01)
+
+
+def test_a_prompt_beside_slows_decoding_and_decoding_slows_it() -> None:
+    alone, two = run(ALIKE), run(replace(ALIKE, clients=2, start_within_s=2.0, prompt_tokens=60))
+    lonely = run(replace(ALIKE, prompt_tokens=60))
+    assert two.first_token_s[3] > 1.5 * lonely.first_token_s[0]
+    assert two.gap_s[3] > 1.5 * alone.gap_s[0]
 
 
 # -- what must hold always -----------------------------------------------------------------------------------------
@@ -216,6 +250,12 @@ def test_every_scenario_that_comes_along_can_be_read() -> None:
         ({"capacity": 4}, "capacity is a list"),
         ({"spans": ["0:99"]}, "0:99"),
         ({"spans": [3]}, "spans is a list of spans"),
+        ({"speeds": [1, 0]}, "each of speeds is a number"),
+        ({"speeds": 2}, "speeds is a list"),
+        ({"places": [[0, 0, 0]]}, "at least one peer's"),
+        ({"places": [[0, 0, 0], [0.1, 0.2]]}, "3 axes"),
+        ({"places": [[0, 0, 0], [0, 0, "far"]]}, "each axis of places is a number"),
+        ({"places": [0.1, 0.2]}, "each of places is a list"),
         ({"name": 3}, "name is a text"),
         ({"faults": [{"kind": "slow"}]}, "at_s and kind"),
         ({"faults": [{"kind": "melt", "at_s": 1}]}, "slow, kill, leave"),
