@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from bench import engine, faults, herd, plans, process, simulated, speed, watched, wide
+from bench import directory, engine, faults, herd, plans, process, simulated, speed, watched, wide
 from bench.children import ChildFailed
 from bench.figures import Figure, as_json
 from bench.setting import Setting
@@ -45,6 +45,7 @@ PARTS: dict[str, Part] = {
     "herd": herd.herd,
     "plans": plans.plans,
     "guesses": plans.guesses,
+    "directory": directory.directory,
     "simulated": simulated.simulated,
     "watched": watched.watched,
     "memory": process.memory,

@@ -13,6 +13,8 @@ from swarm.discovery import Directory
 
 log = logging.getLogger(__name__)
 
+RETRY_SHARE = 0.2  # of the time between renewals; a record lives for two of them, so a failed one is soon tried again
+
 
 class Announcer:
     def __init__(self, directory: Directory, record: Callable[[], PeerRecord], renew_s: float):
@@ -33,17 +35,20 @@ class Announcer:
 
     async def run(self) -> None:
         """Renews for ever, at times with jitter so that peers that started together do not renew together."""
+        pause_s = self._renew_s
         while True:
             try:
-                async with asyncio.timeout(self._renew_s * random.uniform(0.8, 1.2)):
+                async with asyncio.timeout(pause_s * random.uniform(0.8, 1.2)):
                     await self._soon.wait()
             except TimeoutError:
                 pass
             self._soon.clear()
             try:
                 await self.announce()
+                pause_s = self._renew_s
             except (Unreachable, TimedOut, DaemonFailed) as error:
                 self.failures += 1
+                pause_s = self._renew_s * RETRY_SHARE
                 log.warning("the record could not be renewed: %s", error)
 
     async def leave(self, timeout_s: float = 3.0) -> None:

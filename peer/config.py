@@ -49,8 +49,8 @@ class PeerConfig:
                 raise BadInput(f"{name} must be between 0 and 65535, not {port}")
         if self.cache_bytes is not None and self.cache_bytes < 1 << 20:
             raise BadInput("the cache needs at least 1 MiB")
-        if not 1 <= self.renew_s <= 25:
-            raise BadInput("records must be renewed every 1 to 25 seconds")
+        if not 1 <= self.renew_s <= 15:
+            raise BadInput("records must be renewed every 1 to 15 seconds")
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -30,6 +30,7 @@ from swarm import manifest as manifests
 from swarm import native
 from swarm.about import ABOUT, About, public_name
 from swarm.addresses import local_addresses
+from swarm.changes import serve_changes
 from swarm.checkpoint import Checkpoint, open_checkpoint
 from swarm.client import MANIFEST, fetch_manifest
 from swarm.compute import ComputeThread
@@ -211,7 +212,7 @@ class Node:
 
     async def _start_hive(self, bootstrap: Sequence[str], fingerprint: bytes) -> Hive:
         config = self.config
-        return await Hive.start(
+        hive = await Hive.start(
             identity=self._identity,
             bootstrap=bootstrap,
             host=config.host,
@@ -220,6 +221,12 @@ class Node:
             startup_timeout_s=config.startup_timeout_s,
             daemon=config.daemon,
         )
+        try:
+            await serve_changes(hive)  # it stores others' records from now on
+        except BaseException:
+            await hive.close()
+            raise
+        return hive
 
     def _open_directory(self) -> Directory:
         sequences = Sequences.beside(self._key_path)

@@ -130,6 +130,8 @@ def _records_seen(view: View, seen: Sequence[PeerRecord]) -> View:
     records, news = view.records, dict[PeerId, PeerRecord]()
     for record in seen:
         known = news.get(record.peer_id) or records.get(record.peer_id)
+        if record is known:  # most are, each time the directory is read
+            continue
         if _is_news(view, record, known):
             news[record.peer_id] = record
     if not news:

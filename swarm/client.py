@@ -65,6 +65,7 @@ MOST_GOODBYES = 64  # CLOSE frames kept for a peer that is not connected now
 GOODBYE_S = 300.0  # after so long, a peer has noticed by itself that nobody speaks
 PROBES_AT_ONCE = 8
 FIRST_PROBE_S = 1.0
+REFRESH_JITTER = (0.8, 1.2)  # clients that started together do not read together
 TRIAL_DIAL_S = 3.0
 
 
@@ -206,7 +207,7 @@ class SwarmClient:
             self.costs.forget(peer_id)
             self.busy_until.pop(peer_id, None)
             self._goodbyes.pop(peer_id, None)
-        for record in records:
+        for record in map(self.view.records.__getitem__, self.view.changed & self.view.records.keys()):
             if record.place is not None:
                 self.costs.place(record.peer_id, record.place)
 
@@ -220,7 +221,7 @@ class SwarmClient:
 
     async def _keep_fresh(self) -> None:
         while True:
-            await asyncio.sleep(self.config.refresh_s)
+            await asyncio.sleep(self.config.refresh_s * random.uniform(*REFRESH_JITTER))
             try:
                 await self.refresh()
                 await self.probe()

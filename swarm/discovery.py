@@ -1,24 +1,39 @@
-"""Who serves what: a peer announces its record under each block of its span, all read all blocks at once.
+"""Who serves what: a peer announces its record under each block of its span, and all read what has changed.
 
-Owns the keys of a swarm in the DHT, the sequence numbers of one's own records, and which of a peer's records
-counts. Does not know how the DHT works, and decides nothing about routes. Renewal is the caller's: a record
-lives for `lifetime_s`.
+Owns the keys of a swarm in the DHT, the sequence numbers of one's own records, which of a peer's records
+counts, and the book of those that live. Does not know how the DHT works, and decides nothing about routes.
+Renewal is the caller's: a record lives for `lifetime_s`.
+
+A read of the DHT brings every record once for each block of its span and each node that stores it: far too much
+among thousands of peers. So one node that stores a block's records is asked what came since we asked last, and
+only for records that begin with the block. The DHT itself is read where nobody answers, and for blocks that
+nobody seems to serve.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from routing.errors import BadInput, ProtocolError, Unreachable
+from routing.errors import BadInput, DaemonFailed, ProtocolError, SwarmError, TimedOut, Unreachable
 from routing.types import PeerId, PeerRecord, PeerState, Span
+from swarm.changes import ask_changes
 from swarm.hive import Entry, Hive
 from swarm.identity import Identity
 from swarm.records import RecordPolicy, block_key, encode_record
+from swarm.sources import HOLDERS, Sources
 
-LIFETIME_S = 60.0
+log = logging.getLogger(__name__)
+
+LIFETIME_S = 30.0  # two renewals: whoever vanishes is not believed in for longer
 TIMEOUT_S = 10.0
+ASK_S = 3.0
+ASKED_AT_ONCE = 16
+CHECKED_AT_ONCE = 16  # signatures, about 2 ms; tokens that wait for this event loop go first
 
 
 class Sequences:
@@ -94,6 +109,10 @@ class Directory:
         self._timeout_s = timeout_s
         self._announced: dict[str, float] = {}  # key -> expiry of what this peer last stored there
         self._last: PeerRecord | None = None
+        self._book: dict[PeerId, PeerRecord] = {}  # the newest record of each peer
+        self._sources = Sources(n_blocks)
+        self._reading = asyncio.Lock()
+        self._checking = asyncio.Lock()  # answers come side by side, and are checked one after the other
 
     async def announce(self, record: PeerRecord) -> PeerRecord:
         """Store `record` under each block of its span; returns it as stored, with sequence number and expiry.
@@ -118,19 +137,74 @@ class Directory:
 
         Raises TimedOut, DaemonFailed.
         """
-        found = await self._hive.fetch(self._keys(Span(0, self._n_blocks)), self._timeout_s)
+        async with self._reading:  # two at once would bring the same twice
+            told = await self._read_changes()
+            left = [block for block in range(self._n_blocks) if block not in told] + self._uncovered(told)
+            if left:
+                keys = [block_key(self._swarm_id, block) for block in left]
+                for key, entries in (await self._hive.fetch(keys, self._timeout_s)).items():
+                    await self._take((key, subkey, data) for subkey, data in entries.items())
         now = self._hive.dht_time()
-        newest: dict[PeerId, PeerRecord] = {}
-        for key, entries in found.items():
-            for subkey, data in entries.items():
+        self._book = {peer_id: record for peer_id, record in self._book.items() if record.expires_at > now}
+        return [self._book[peer_id] for peer_id in sorted(self._book)]
+
+    async def _read_changes(self) -> set[int]:
+        """Ask one holder of each block what is new. Returns the blocks of which somebody told."""
+        await self._choose_sources()
+        told: set[int] = set()
+        limit = asyncio.Semaphore(ASKED_AT_ONCE)
+
+        async def ask(peer_id: PeerId, since: Mapping[int, int]) -> None:
+            try:
+                async with limit:
+                    changes = await ask_changes(self._hive, peer_id, self._sources.run(peer_id), since, ASK_S)
+            except DaemonFailed:
+                return  # that is our own
+            except SwarmError as error:
+                log.info("%s", error)
+                self._sources.failed(peer_id, self._hive.dht_time())
+                return
+            await self._take(
+                (block_key(self._swarm_id, block), subkey, data) for block, subkey, data in changes.records
+            )
+            self._sources.told(peer_id, since, changes.run, changes.version)
+            told.update(since)
+
+        await asyncio.gather(*(ask(peer_id, since) for peer_id, since in self._sources.questions().items()))
+        return told
+
+    async def _choose_sources(self) -> None:
+        due = self._sources.due(self._hive.dht_time())
+        if not due:
+            return
+        keys = {block: block_key(self._swarm_id, block) for block in due}
+        try:
+            holders = await self._hive.holders(list(keys.values()), HOLDERS, ASK_S)
+        except (TimedOut, DaemonFailed) as error:
+            log.info("%s", error)
+            return
+        self._sources.choose({block: holders.get(key, []) for block, key in keys.items()}, self._hive.dht_time())
+
+    def _uncovered(self, blocks: Iterable[int]) -> list[int]:
+        """Those of `blocks` that no living record serves: whoever told of them may have joined just now."""
+        now = self._hive.dht_time()
+        living = (record for record in self._book.values() if record.expires_at > now)
+        spans = {record.span for record in living if record.state is not PeerState.LEAVING}
+        return sorted(set(blocks).difference(*(range(span.start, span.end) for span in spans)))
+
+    async def _take(self, entries: Iterable[tuple[str, PeerId, bytes]]) -> None:
+        """Into the book what holds of (key, subkey, data), and is newer than what is there."""
+        async with self._checking:
+            for count, (key, subkey, data) in enumerate(entries, 1):
+                if count % CHECKED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
                 try:
-                    record = self._policy.check(key, subkey, data, now)
+                    record = self._policy.check(key, subkey, data, self._hive.dht_time())
                 except ProtocolError:
                     continue  # forged, stale or expired: as if it were not there
-                known = newest.get(subkey)
+                known = self._book.get(subkey)
                 if record.span.end <= self._n_blocks and (known is None or record.sequence > known.sequence):
-                    newest[subkey] = record
-        return [newest[peer_id] for peer_id in sorted(newest)]
+                    self._book[subkey] = record
 
     def _keys(self, span: Span) -> list[str]:
         return [block_key(self._swarm_id, block) for block in range(span.start, span.end)]

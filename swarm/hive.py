@@ -188,6 +188,11 @@ class Hive:
         async with self._within(timeout_s, "read from the DHT") as life:
             return await life.fetch(keys)
 
+    async def holders(self, keys: Sequence[str], count: int, timeout_s: float) -> dict[str, list[PeerId]]:
+        """The `count` other nodes that most surely store each key, nearest first. Raises TimedOut, DaemonFailed."""
+        async with self._within(timeout_s, "find the nodes that hold records") as life:
+            return await life.holders(keys, count)
+
     # Raw streams
 
     async def open(

@@ -117,7 +117,7 @@ def verify(peer_id: PeerId, domain: bytes, message: bytes, signature: bytes) -> 
         raise ProtocolError(f"a signature that {peer_id} is said to have made is not its own") from None
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=16384)  # more than the peers of a large swarm: each renews four times a minute
 def public_key_of(peer_id: PeerId) -> Ed25519PublicKey:
     """The key inside an Ed25519 peer id. Raises ProtocolError if the text is not exactly one."""
     if len(peer_id) <= _LONGEST_ID:

@@ -232,6 +232,13 @@ class Life:
             for key, entry in found.items()
         }
 
+    async def holders(self, keys: Sequence[str], count: int) -> dict[str, list[PeerId]]:
+        """The `count` other nodes nearest to each key, nearest first: those that store its values."""
+        # Asked for a key, a node sends all values that it has; so we ask for the key beside it, which nobody stores.
+        beside = {DHTID(DHTID.generate(source=key) ^ 1): key for key in keys}
+        found = await self.node.find_nearest_nodes(list(beside), k_nearest=count, exclude_self=True)
+        return {beside[near]: [str(peer_id) for peer_id in nodes.values()] for near, nodes in found.items()}
+
     async def open(self, target: PeerID, protocol: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A stream to `target`, authenticated and encrypted by libp2p."""
         _, reader, writer = await self.p2p.call_binary_stream_handler(target, protocol)

@@ -111,13 +111,14 @@ def decode_record(data: bytes, *, swarm_id: bytes, key: str, subkey: PeerId) -> 
 
 @dataclass(slots=True)
 class _Seen:
-    sequence: int
+    record: PeerRecord
     data: bytes
     until: float  # after this no record with a lower sequence number can be alive
+    version: int  # of the policy, when this came
 
 
 class RecordPolicy:
-    """What a storing node and a reader refuse. Remembers the highest sequence number seen of each entry.
+    """What a storing node and a reader refuse. Remembers the newest record seen of each entry, and their order.
 
     Refused are: keys that are not blocks of this swarm, plain values without subkey, a wrong signature, a
     subkey that is not the signer, an expiry in the past or more than `horizon_s` ahead, a sequence number
@@ -136,7 +137,8 @@ class RecordPolicy:
         self._blocks = {block_key(swarm_id, block): block for block in range(most_blocks)}
         self._horizon_s = horizon_s
         self._most_peers = most_peers
-        self._seen: dict[str, dict[PeerId, _Seen]] = {key: {} for key in self._blocks}
+        self.version = 0  # grows with each record that is news
+        self._seen: dict[str, dict[PeerId, _Seen]] = {key: {} for key in self._blocks}  # the newest last
         self._pruned_at = dict.fromkeys(self._blocks, -math.inf)
 
     def __iter__(self) -> Iterator[str]:
@@ -157,25 +159,41 @@ class RecordPolicy:
             raise ProtocolError(f"{key!r} is not a key of this swarm")
         if not subkey:
             raise ProtocolError(f"a plain value without subkey under {key!r}")
-        signed = _parse(data)
+        peers = self._seen[key]
+        seen = peers.get(subkey)
+        known = seen is not None and seen.data == data  # verified before: every reader meets it many times
+        signed = seen.record if seen is not None and known else _parse(data)
         if not now < signed.expires_at <= now + self._horizon_s:  # refuses NaN too
             raise ProtocolError(f"a record of {subkey} expires {signed.expires_at - now:.0f} s from now")
         if expires_at is not None and expires_at != signed.expires_at:
             raise ProtocolError(f"a record of {subkey} is kept with an expiry that it did not sign")
-        peers = self._seen[key]
-        seen = peers.get(subkey)
-        if seen is not None and signed.sequence < seen.sequence:
-            raise ProtocolError(f"record {signed.sequence} of {subkey} is older than {seen.sequence}")
-        if seen is not None and seen.data == data:  # verified before: every reader meets it many times
+        if seen is not None and signed.sequence < seen.record.sequence:
+            raise ProtocolError(f"record {signed.sequence} of {subkey} is older than {seen.record.sequence}")
+        if seen is not None and known:
             seen.until = now + self._horizon_s
-            return _record(signed, subkey)
+            return seen.record
         record = decode_record(data, swarm_id=self.swarm_id, key=key, subkey=subkey)
         if self._blocks[key] not in record.span:
             raise ProtocolError(f"{subkey} announces blocks {record.span} under {key!r}")
         if seen is None:
             self._make_room(key, now)
-        peers[subkey] = _Seen(signed.sequence, data, now + self._horizon_s)
+        self.version += 1
+        peers.pop(subkey, None)
+        peers[subkey] = _Seen(record, data, now + self._horizon_s, self.version)
         return record
+
+    def changes(self, key: str, since: int, now: float) -> list[tuple[PeerId, bytes]]:
+        """The living records that came after version `since` and whose span *begins* with the key's block.
+
+        Whoever asks so for all keys gets each peer's record once, and not once for each block of its span.
+        """
+        found = []
+        for peer_id, seen in reversed(self._seen[key].items()):
+            if seen.version <= since:
+                break
+            if seen.record.span.start == self._blocks[key] and seen.record.expires_at > now:
+                found.append((peer_id, seen.data))
+        return found
 
     def _make_room(self, key: str, now: float) -> None:
         peers = self._seen[key]

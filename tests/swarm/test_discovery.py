@@ -53,6 +53,9 @@ class ShelfHive:
                 taken += 1
         return taken
 
+    async def holders(self, keys: Sequence[str], count: int, timeout_s: float) -> dict[str, list[str]]:
+        return {}  # a swarm of one
+
     async def fetch(self, keys: Sequence[str], timeout_s: float) -> dict[str, dict[str, bytes]]:
         self.shelf.fetches += 1
         return {

@@ -33,6 +33,7 @@ from routing.errors import (
 )
 from routing.retry import RetryPolicy
 from routing.types import PeerRecord, PeerState, Span
+from swarm.changes import serve_changes
 from swarm.discovery import Directory
 from swarm.hive import Hive, Upkeep
 from swarm.identity import Identity
@@ -165,6 +166,20 @@ async def test_a_client_stores_nothing_for_others(founder, member, client):
     assert len(client._life.node.protocol.storage) == 0
     assert PeerID.from_base58(client.peer_id) not in founder._life.node.protocol.routing_table
     assert PeerID.from_base58(member.peer_id) in founder._life.node.protocol.routing_table
+
+
+async def test_a_client_is_told_by_the_nodes_that_store_without_a_read_of_the_dht(
+    founder, member, client, monkeypatch
+):
+    for node in (founder, member):
+        await serve_changes(node)
+    peer, reader = directory(member), directory(client)
+    stored = await peer.announce(record(member))
+    monkeypatch.setattr(client, "fetch", None)
+    assert await reader.refresh() == [stored]
+    assert reader._sources.questions().keys() <= {founder.peer_id, member.peer_id}
+    renewed = await peer.announce(stored)
+    assert await reader.refresh() == [renewed] and renewed.sequence > stored.sequence
 
 
 async def ask_to_store(by: Hive, at: Hive, value: object, expires_at: float, subkey, key: str = KEY) -> bool:
