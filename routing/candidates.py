@@ -7,7 +7,7 @@ route; what a peer costs it asks of `Costs`, when a record or a measurement has 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from routing.cost import CLIENT, LONGEST_S, Costs
 from routing.errors import BadInput
@@ -120,27 +120,33 @@ class Candidates:
         orders = self._orders.get(kind)
         if orders is None:
             orders = self._orders[kind] = (_Order(self._n_blocks), _Order(self._n_blocks))
-            for record in self._view.records.values():
-                self._add(kind, record)
+            records = [record for record in self._view.records.values() if record.state is PeerState.SERVING]
+            scores = [self._scores(kind, record) for record in records]
+            for index, order in enumerate(orders):
+                order.fill((record, both[index]) for record, both in zip(records, scores, strict=True))
         return orders
 
     def _add(self, kind: _Kind, record: PeerRecord) -> None:
+        if record.state is PeerState.SERVING:
+            for order, score in zip(self._orders[kind], self._scores(kind, record), strict=True):
+                order.add(record, score)
+
+    def _scores(self, kind: _Kind, record: PeerRecord) -> tuple[float, float]:
         """Seconds a block, with the toll of its span and the way into it shared by its blocks. In the first order as if
         the whole chain were where this peer is, so that all blocks share the way there and back; in the second as if it
         alone were not where the client is: that one fills what the others leave bare. Where hops are to be few, first
         by how far it reaches: who reaches furthest from each block makes a chain of the fewest."""
-        if record.state is not PeerState.SERVING:
-            return
         costs, blocks = self._costs, len(record.span)
         tokens, objective = kind
         there_s = costs.link_s(CLIENT, record.peer_id)
-        toll_s = costs.queue_s(record) + costs.transfer_s(CLIENT, record.peer_id, tokens * self._row_bytes)
+        toll_s = costs.queue_s(record) + costs.transfer_s(
+            CLIENT, record.peer_id, tokens * self._row_bytes, there_s
+        )
         own_s = costs.block_s(record, tokens) + toll_s / blocks
         into_s = min(costs.least_link_s(record.peer_id), there_s)
         reach_s = 2 * LONGEST_S * (self._n_blocks - record.span.end) if objective is Objective.HOPS else 0.0
-        region, near = self._orders[kind]
-        region.add(record, reach_s + own_s + into_s / blocks + 2 * there_s / self._n_blocks)
-        near.add(record, reach_s + own_s + 2 * there_s / blocks)
+        region_s, near_s = into_s / blocks + 2 * there_s / self._n_blocks, 2 * there_s / blocks
+        return reach_s + own_s + region_s, reach_s + own_s + near_s
 
 
 class _Order:
@@ -155,6 +161,16 @@ class _Order:
         place = score, record.peer_id  # one for all its blocks: a thousand peers have ten thousand entries
         for places in self.places[record.span.start : record.span.end]:
             insort(places, place)
+
+    def fill(self, scored: Iterable[tuple[PeerRecord, float]]) -> None:
+        """Many at once, which one by one would each be put in its place."""
+        for record, score in scored:
+            self._put[record.peer_id] = record.span, score
+            place = score, record.peer_id
+            for places in self.places[record.span.start : record.span.end]:
+                places.append(place)
+        for places in self.places:
+            places.sort()
 
     def remove(self, peer_id: PeerId) -> None:
         put = self._put.pop(peer_id, None)
