@@ -70,6 +70,9 @@ Trusted = Annotated[
     list[str], typer.Option(metavar="PEER", help="a peer for the first and last block, no others; may be repeated")
 ]
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32 or bfloat16, here and on the wire")]
+Exact = Annotated[
+    bool, typer.Option("--exact", help="send every hidden state as it is; else, on slow links, shortened to 8 bits")
+]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout, nothing else")]
 Verbose = Annotated[bool, typer.Option("--verbose", help="log what happens; show tracebacks")]
 
@@ -123,6 +126,7 @@ def generate(
     never: Never = [],  # noqa: B006
     trusted: Trusted = [],  # noqa: B006
     dtype: Dtype = "float32",
+    exact: Exact = False,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -147,7 +151,7 @@ def generate(
             model=model, join=join, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
             repetition_penalty=repetition_penalty, seed=seed, stop=tuple(stop), system=system, wait_s=wait,
             timeout_s=timeout, standby=standby, only=tuple(only), never=tuple(never), trusted=tuple(trusted),
-            dtype=dtype,
+            dtype=dtype, exact=exact,
         )  # fmt: skip
         run_loop(answer(console, asking, text, raw=raw, trace=trace))
 
@@ -175,6 +179,7 @@ def chat(
     never: Never = [],  # noqa: B006
     trusted: Trusted = [],  # noqa: B006
     dtype: Dtype = "float32",
+    exact: Exact = False,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -198,7 +203,7 @@ def chat(
             model=model, join=join, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
             repetition_penalty=repetition_penalty, seed=seed, stop=tuple(stop), system=system, wait_s=wait,
             timeout_s=timeout, standby=standby, only=tuple(only), never=tuple(never), trusted=tuple(trusted),
-            dtype=dtype,
+            dtype=dtype, exact=exact,
         )  # fmt: skip
         talk(console, asking, save)
 

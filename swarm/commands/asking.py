@@ -36,11 +36,14 @@ class Asking:
     never: tuple[str, ...] = ()
     trusted: tuple[str, ...] = ()
     dtype: str = "float32"
+    exact: bool = False
 
     def connecting(self) -> dict[str, Any]:
         """What `SwarmModel.connect` takes of these, async or not."""
         limits = {"only": self.only or None, "never": self.never, "trusted": self.trusted or None}
-        return {"join": self.join, "dtype": self.dtype, "wait_s": self.wait_s, "standby": self.standby, **limits}
+        wire = "exact" if self.exact else "auto"
+        options = {"join": self.join, "dtype": self.dtype, "wire": wire, "wait_s": self.wait_s, "standby": self.standby}
+        return options | limits
 
     def settings(self, new_tokens: int) -> dict[str, Any]:
         """Fields of GenerationSettings."""
