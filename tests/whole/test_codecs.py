@@ -12,6 +12,7 @@ import torch
 from peer.session import PeerSession
 from routing.cost import CLIENT
 from routing.errors import BadInput
+from routing.types import Hop, Route
 from swarm.frames import Codec
 from swarm.session import SessionConfig
 from tests.whole.inprocess import InProcessModel, InProcessSwarm
@@ -77,16 +78,23 @@ async def test_auto_loses_nothing_until_a_way_is_known_to_be_slow(tiny: Path, lo
         assert set(session._session.driver.codecs.values()) == {Codec.FP32}  # for as long as it lives
 
 
-async def test_each_way_has_a_codec_of_its_own(tiny: Path, local: Reference) -> None:
+@pytest.mark.parametrize(
+    ("client_mbit", "mbit", "codecs"),
+    [(1.0, 1e4, [Codec.INT8, Codec.FP32]), (1e4, 1.0, [Codec.FP32, Codec.INT8])],
+    ids=["the client's uplink", "a hop's uplink"],
+)
+async def test_each_way_has_a_codec_of_its_own(
+    client_mbit: float, mbit: float, codecs: list[Codec], tiny: Path, local: Reference
+) -> None:
     async with running(tiny, CHAIN, wire="auto") as (swarm, model):
-        as_slow(model, swarm, mbit=1e4, client_mbit=1.0)
+        as_slow(model, swarm, mbit, client_mbit)
         async with model.session() as session:
             await session._session.step(local.ids(LONG))
-            assert session._session.driver.codecs == {0: Codec.INT8, 3: Codec.FP32}
-            first, last = (used(swarm, session, hop) for hop in (0, 1))
-            heard = {peer.span.start: next(iter(peer.service.table.sessions.values())) for peer in (first, last)}
-            assert heard[0].codec_from(-1) is Codec.INT8 and heard[3].codec_from(0) is Codec.FP32
-            assert heard[3].codec_from(1) is Codec.FP32  # results lose nothing
+            assert session._session.driver.codecs == {0: codecs[0], 3: codecs[1]}
+            for hop in (0, 1):
+                (there,) = used(swarm, session, hop).service.table.sessions.values()
+                assert [there.codec_from(place) for place in (-1, 0)] == codecs
+                assert there.codec_from(1) is Codec.FP32  # results lose nothing
 
 
 async def test_exact_is_exact_on_slow_ways_and_takes_nothing_that_was_lost(tiny: Path, local: Reference) -> None:
@@ -104,8 +112,10 @@ async def test_exact_is_exact_on_slow_ways_and_takes_nothing_that_was_lost(tiny:
             assert bool(adopted(swarm)) == bool(times)
         before = adopted(swarm)
         as_slow(model, swarm, mbit=1.0)
+        with_losses = session._session.driver.names.slice(0, 0)
         model._session_config = SessionConfig(wire="exact")
         async with model.session() as session:
+            assert session._session.driver.names.slice(0, 0) != with_losses
             await Text(session, local, LONG).more(20)  # the local model's text
         assert adopted(swarm) == before
 
@@ -129,6 +139,18 @@ async def test_who_sends_in_another_codec_than_was_said_is_left(
             await text.more(15)
             assert session.route is not None and liar not in session.route.peers
             liars.clear()
+
+
+async def test_two_hops_on_one_peer_lose_what_two_peers_lose(tiny: Path, local: Reference) -> None:
+    """After a loss they may be two peers, or were."""
+    ids, found = (local.ids(LONG) + local.greedy(local.ids(LONG), 20))[:60], []
+    for spans in (["0:6"], CHAIN):
+        async with running(tiny, spans, wire="int8") as (swarm, model):
+            peers = [swarm.peers[0].peer_id, swarm.peers[-1].peer_id]
+            route = Route((Hop(peers[0], 0, 3), Hop(peers[1], 3, 6)))
+            model.client.plan = lambda request, route=route, client=model.client, **_: client.price(route, request)
+            found.append(await outputs(model, ids))
+    assert (found[0] - found[1]).abs().max() < 1e-4 * found[0].std()
 
 
 async def test_a_session_that_was_saved_goes_on_with_its_codecs(tiny: Path, local: Reference, tmp_path: Path) -> None:
