@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from bench import directory, engine, faults, herd, plans, process, simulated, speed, watched, wide
+from bench import directory, engine, faults, herd, plans, process, simulated, speed, watched, wide, wire_codec
 from bench.children import ChildFailed
 from bench.figures import Figure, as_json
 from bench.setting import Setting
@@ -42,6 +42,8 @@ PARTS: dict[str, Part] = {
     "leave": wide.leave,
     "forget": faults.forget,
     "split": wide.split,
+    "narrow": wire_codec.narrow,
+    "codec": wire_codec.codec,
     "herd": herd.herd,
     "plans": plans.plans,
     "guesses": plans.guesses,

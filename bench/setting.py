@@ -160,11 +160,11 @@ class Setting:
             yield swarm
 
     @contextmanager
-    def wide_swarm(self, spans: Sequence[str], delay_ms: float) -> Iterator[LabSwarm]:
+    def wide_swarm(self, spans: Sequence[str], delay_ms: float, dtype: str = "float32") -> Iterator[LabSwarm]:
         """On hosts of their own, so far apart one way."""
         with (
             Lab(hosts=1 + len(spans), delay_ms=delay_ms) as lab,
-            LabSwarm(lab, self.model, spans, threads=1) as swarm,
+            LabSwarm(lab, self.model, spans, threads=1, dtype=dtype) as swarm,
         ):
             yield swarm
 
@@ -183,9 +183,9 @@ class Setting:
                 yield swarm
 
     @contextmanager
-    def client(self, swarm: LocalSwarm, dtype: str = "float32") -> Iterator[Client]:
+    def client(self, swarm: LocalSwarm, dtype: str = "float32", wire: str = "exact") -> Iterator[Client]:
         before = swarm.lab.on(1) if isinstance(swarm, LabSwarm) else []
-        client = Client(self.model, swarm.join_code, self._folder, dtype, before)
+        client = Client(self.model, swarm.join_code, self._folder, dtype, before, wire=wire)
         try:
             yield client
         finally:

@@ -28,7 +28,7 @@ from peer.sessions import SessionTable
 from routing.errors import BadInput, Overloaded, ProtocolError, SwarmError, TimedOut, Unreachable
 from routing.types import PeerId
 from swarm import native
-from swarm.codec import decode_rows, encode_rows, row_bytes
+from swarm.codec import decode_rows, encode_rows, loses, row_bytes
 from swarm.compute import ComputeThread
 from swarm.frames import Codec, Frame, FrameType, HopTiming, Problem
 from swarm.link import Link
@@ -240,6 +240,8 @@ class Service:
 
     def _to_peer(self, peer_id: PeerId, frame: Frame) -> None:
         if peer_id == self.me:  # two hops of one route in a row: handed over without the wire
+            if isinstance(frame.rows, torch.Tensor) and loses(frame.codec, frame.rows.dtype):
+                frame.rows = encode_rows(frame.rows, frame.codec)  # the next hop may be another peer after a loss
             self.table.receive(frame, Sender(self.me, "peer", self.me), time.monotonic())
             return
         link = self._link(peer_id)
@@ -255,9 +257,9 @@ class Service:
             self._lost(peer_id, "no connection")
 
     def _send(self, link: Link, frame: Frame) -> None:
-        if isinstance(frame.rows, torch.Tensor):
-            frame.rows = encode_rows(frame.rows, frame.codec)
         try:
+            if isinstance(frame.rows, torch.Tensor):
+                frame.rows = encode_rows(frame.rows, frame.codec)
             link.send(frame)
         except BadInput as error:
             log.error("a %s frame could not be sent: %s", frame.type.name, error)

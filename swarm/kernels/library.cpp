@@ -1,4 +1,5 @@
-// Kernels for few rows, where reading the weights or the cache from memory is all the work there is.
+// Kernels for few rows, where reading the weights or the cache from memory is all the work there is, and for what
+// goes over the wire.
 //
 // Registered as `torch.ops.swarm_native`; built by `swarm/native.py` with whatever C++ compiler the machine has,
 // against torch's stable interface. Everything here exists in torch too: without a compiler nothing is lost but speed.
@@ -6,6 +7,7 @@
 #include "attention.h"
 #include "blocks.h"
 #include "elementwise.h"
+#include "packed_rows.h"
 #include "products.h"
 
 namespace swarm {
@@ -25,6 +27,8 @@ STABLE_TORCH_LIBRARY(swarm_native, library) {
   library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
   library.def("rotated(Tensor x, Tensor cos, Tensor sin) -> Tensor");
   library.def("gated(Tensor gate, Tensor up) -> Tensor");
+  library.def("pack_rows(Tensor rows, Tensor(a!) data) -> int");
+  library.def("unpack_rows(Tensor data, Tensor(a!) rows) -> int");
   library.def("lanes() -> int");
 }
 
@@ -35,6 +39,8 @@ STABLE_TORCH_LIBRARY_IMPL(swarm_native, CPU, library) {
   library.impl("rotated", TORCH_BOX(&swarm::rotated));
   library.impl("gated", TORCH_BOX(&swarm::gated));
   library.impl("blocks", TORCH_BOX(&swarm::blocks));
+  library.impl("pack_rows", TORCH_BOX(&swarm::pack_rows));
+  library.impl("unpack_rows", TORCH_BOX(&swarm::unpack_rows));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(swarm_native, CompositeExplicitAutograd, library) {

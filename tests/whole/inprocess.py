@@ -29,7 +29,6 @@ from routing.request import Request
 from routing.types import PeerId, PeerRecord, PeerState, Span
 from swarm.checkpoint import Checkpoint, open_checkpoint
 from swarm.client import ClientConfig, SwarmClient
-from swarm.codec import lossless_codec
 from swarm.compute import ComputeThread
 from swarm.families import Family, family_of
 from swarm.frames import FrameType
@@ -221,7 +220,6 @@ class InProcessSwarm:
         self,
         *,
         client: str = "client",
-        wire: str | None = None,
         heartbeat: Heartbeat | None = None,
         refresh_s: float = 3600.0,
         learns: bool = False,
@@ -237,8 +235,7 @@ class InProcessSwarm:
             refresh_s=refresh_s,
             heartbeat=heartbeat or self.heartbeat,
         )
-        codec = lossless_codec(getattr(torch, wire) if wire else self.dtype)
-        return InProcessModel(self, config, SessionConfig(codec=codec, **session), learns)
+        return InProcessModel(self, config, SessionConfig(**session), learns)
 
     async def all_closed(self, timeout_s: float = 5.0) -> None:
         """Waits until no living peer holds a session, or memory but for what a client's next session may use."""
