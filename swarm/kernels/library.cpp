@@ -6,7 +6,7 @@
 #include "attention.h"
 #include "blocks.h"
 #include "elementwise.h"
-#include "products.h"
+#include "quantized.h"
 
 namespace swarm {
 
@@ -22,6 +22,7 @@ STABLE_TORCH_LIBRARY(swarm_native, library) {
   library.def(
       "blocks(Tensor hidden, Tensor cos, Tensor sin, Tensor[] parts, Tensor[] all_keys, Tensor[] all_values, "
       "int[] pasts, int[] windows, float[] epsilons, float[] scales) -> Tensor");
+  library.def("widened(Tensor weight, int inputs, Tensor like) -> Tensor");
   library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
   library.def("rotated(Tensor x, Tensor cos, Tensor sin) -> Tensor");
   library.def("gated(Tensor gate, Tensor up) -> Tensor");
@@ -30,6 +31,7 @@ STABLE_TORCH_LIBRARY(swarm_native, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(swarm_native, CPU, library) {
   library.impl("linear", TORCH_BOX(&swarm::linear));
+  library.impl("widened", TORCH_BOX(&swarm::widened));
   library.impl("attend_rows", TORCH_BOX(&swarm::attend_rows));
   library.impl("rms_norm", TORCH_BOX(&swarm::rms_norm));
   library.impl("rotated", TORCH_BOX(&swarm::rotated));
