@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from bench import engine, faults, herd, plans, process, speed, watched, wide
+from bench import engine, faults, herd, plans, process, quantized, speed, watched, wide
 from bench.children import ChildFailed
 from bench.figures import Figure, as_json
 from bench.setting import Setting
@@ -27,6 +27,7 @@ PARTS: dict[str, Part] = {
     "eight": speed.eight,
     "one": engine.one,
     "many": engine.many,
+    "quantized": quantized.quantized,
     "experts": engine.experts,
     "beside": engine.beside,
     "pinned": engine.pinned,

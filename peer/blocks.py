@@ -135,17 +135,18 @@ class Blocks:
             raise BadInput(f"there are no blocks {span}: the model has {family.n_blocks(config)}")
         available = checkpoint.tensor_names()
         layers = [family.build_block(config, index) for index in _range(span)]  # without weights yet
+        stored_as = dtype if quantization == NONE else torch.float32  # what is rounded twice is off the grid of a file
         on_cpu, few_rows = torch.device(device).type == "cpu", FewRows(dtype, packed=quantization != NONE)
         arena = Arena(sum(map(placed_bytes, _sizes(layers, dtype, quantization)))) if on_cpu else None
         for index, layer in zip(_range(span), layers, strict=True):
             names = family.block_tensors(config, index, available)
             if check is not None:
                 check(names)
-            stored = checkpoint.load(names, dtype)
+            stored = checkpoint.load(names, stored_as)
             tensors = family.assemble(config, index, stored)
             _give_weights(layer, tensors, index, "cpu" if quantization != NONE else device)
             if quantization != NONE:
-                _quantize(layer, quantization, few_rows, device)
+                _quantize(layer, quantization, few_rows, dtype, device)
             if arena is not None:
                 _use_few_rows(layer, few_rows)
                 _place(layer, arena)
@@ -245,13 +246,16 @@ def _linears(layer: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, tor
                 yield parent, name, cast(torch.nn.Linear | Conv1D, child)
 
 
-def _quantize(layer: torch.nn.Module, quantization: str, few_rows: FewRows, device: torch.device | str) -> None:
+def _quantize(
+    layer: torch.nn.Module, quantization: str, few_rows: FewRows, dtype: torch.dtype, device: torch.device | str
+) -> None:
     for parent, name, child in _linears(layer):
         linear = _as_linear(child)
         if torch.device(device).type == "cpu":
             setattr(parent, name, FewRowsLinear.packing(linear, few_rows, quantization))
         else:
-            setattr(parent, name, quantized_linear(linear, quantization))
+            setattr(parent, name, quantized_linear(linear, quantization, dtype))
+    layer.to(dtype)  # what is floating-point yet
     layer.to(device)
 
 

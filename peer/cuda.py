@@ -35,11 +35,13 @@ def check_device(quantization: str, device: torch.device | str) -> None:
         ) from None
 
 
-def quantized_linear(linear: torch.nn.Linear, quantization: str) -> torch.nn.Module:
-    """A layer of bitsandbytes in place of `linear`; its weight is quantized when it is moved to the device."""
+def quantized_linear(linear: torch.nn.Linear, quantization: str, dtype: torch.dtype) -> torch.nn.Module:
+    """A layer of bitsandbytes in place of `linear` that computes in `dtype`; its weight is quantized when it is moved
+    to the device.
+    """
     modules = import_module("bitsandbytes").nn
     sizes = {"input_features": linear.in_features, "output_features": linear.out_features}
-    bias, dtype, weight = linear.bias is not None, linear.weight.dtype, linear.weight.data.contiguous()
+    bias, weight = linear.bias is not None, linear.weight.data.to(dtype).contiguous()
     if quantization == INT8:
         layer = modules.Linear8bitLt(**sizes, bias=bias, has_fp16_weights=False)
         layer.weight = modules.Int8Params(weight, requires_grad=False, has_fp16_weights=False)

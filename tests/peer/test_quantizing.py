@@ -20,9 +20,11 @@ from swarm.checkpoint import open_checkpoint
 from swarm.compute import ComputeThread
 from swarm.families import family_of
 from swarm.few_rows import FewRowsLinear
+from swarm.memory import ALIGNMENT, HUGE_PAGE
 from swarm.quantized import INT4, INT8, NF4, NONE, QUANTIZATIONS, unpack
 from tests.tiny import FAMILIES, make_tiny
 
+DTYPES = (torch.float32, torch.bfloat16)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -66,7 +68,7 @@ def test_blocks_of_every_family_compute_with_just_the_packed_weights(checkpoint,
         assert (ours - theirs).abs().max() <= 1e-3 * theirs.abs().max()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_they_take_what_was_said(checkpoint, quantization, dtype):
     blocks, family = load(checkpoint, quantization, dtype), family_of(checkpoint.config)
@@ -75,6 +77,19 @@ def test_they_take_what_was_said(checkpoint, quantization, dtype):
     for layer in blocks.layers:
         assert {tensor.dtype for tensor in layer.parameters()} == {torch.uint8, dtype}
         assert not any(tensor.requires_grad for tensor in layer.parameters())
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_weights_are_packed_from_what_is_stored_whatever_the_dtype(llama, quantization):
+    packed = [[each.weight for each in load(llama, quantization, dtype).linears()] for dtype in DTYPES]
+    assert all(torch.equal(*pair) for pair in zip(*packed, strict=True))
+
+
+def test_they_lie_in_one_stretch_once(checkpoint):
+    blocks = load(checkpoint, INT4, torch.bfloat16)
+    tensors = [tensor for layer in blocks.layers for tensor in layer.parameters()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    assert sum(storages.values()) <= blocks.nbytes + len(tensors) * ALIGNMENT + HUGE_PAGE
 
 
 def test_every_linear_layer_is_packed_and_gpt2s_too(checkpoint):
