@@ -175,7 +175,8 @@ def _announce(serving, model: str, console: Console) -> None:
     console.event({"event": "serving", **facts})
     console.say(f"serving blocks {serving.span} of {serving.n_blocks} as {serving.peer_id}")
     mib = serving.weights_bytes / 2**20
-    console.say(f"at {serving.address}; weights {mib:.0f} MiB, room for {serving.cache_positions:,} tokens of context")
+    weights, room = f"{mib:.0f} MiB ({serving.dtype})", f"{serving.cache_positions:,} tokens of context"
+    console.say(f"at {serving.address}; weights {weights}, room for {room}")
     if serving.metrics:
         console.say(f"metrics at {serving.metrics}")
     console.say("join code:")

@@ -9,12 +9,8 @@ from importlib import import_module
 import torch
 
 from peer.config import AUTO
-from routing.errors import StartError
+from routing.errors import UnsupportedQuantization
 from swarm.quantized import INT4, INT8, NF4, NONE
-
-
-class UnsupportedQuantization(StartError):
-    """The device cannot compute with weights so quantized."""
 
 
 def check_device(quantization: str, device: torch.device | str) -> None:
@@ -23,7 +19,7 @@ def check_device(quantization: str, device: torch.device | str) -> None:
     if quantization in (NONE, AUTO) or kind == "cpu":
         return
     if kind != "cuda":
-        raise UnsupportedQuantization(f"no weights in {quantization} on {kind}", advice="Use --quantize none there.")
+        raise UnsupportedQuantization(f"no weights in {quantization} on {kind}")
     if quantization == INT4:
         raise UnsupportedQuantization("int4 is for CPUs", advice="Use --quantize nf4 on CUDA, which takes as little.")
     try:

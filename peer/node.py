@@ -67,6 +67,7 @@ class Serving:
     join_code: str
     address: str
     weights_bytes: int
+    dtype: str  # that its blocks compute in, and how their weights are quantized
     cache_positions: int
     metrics: str | None = None  # the address of the page for Prometheus
 
@@ -298,9 +299,15 @@ class Node:
             join_code=code.encode(),
             address=", ".join(self._addresses) or "only through the swarm's own network",
             weights_bytes=blocks.nbytes,
+            dtype=self._dtype,
             cache_positions=self._positions(budget.limit_bytes),
             metrics=self._metrics_url,
         )
+
+    @property
+    def _dtype(self) -> str:
+        """As records state it."""
+        return self.config.dtype if self._quantization == NONE else f"{self.config.dtype}/{self._quantization}"
 
     # -- what others see -------------------------------------------------------------------------------------
 
@@ -321,7 +328,7 @@ class Node:
             cache_free=self._positions(service.free_cache_bytes),
             cache_total=self._positions(service.budget.limit_bytes),
             place=place if (place := self._endpoint.coordinates.coordinate).known else None,
-            dtype=self.config.dtype + ("" if self._quantization == NONE else f"/{self._quantization}"),
+            dtype=self._dtype,
             region=self.config.region.lower(),
         )
 

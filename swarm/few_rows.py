@@ -7,6 +7,10 @@ blocks of SmolLM2 in huge pages, ms at 1 / 4 / 8 / 16 / 32 rows: fp32 ours 14.9 
 first 13.4 / 14 / 14.5 / 15.6 / 20, F.linear 18.5 / 19 / 19 / 20 / 22. In bf16 at 64 / 128 / 256 / 512 rows: ours with
 a matrix unit 13.8 / 21 / 37 / 63, the library's best 19.3 / 30 / 38 / 58.
 
+Packed weights (`quantized.py`) are read by ours alone; where the library is faster it is given the weight unpacked. The
+same linears with bf16 rows, ms at 1 / 4 / 32 / 128 rows: bf16 8.4 / 9.2 / 11 / 23, int8 3.4 / 6.8 / 11 / 27, int4
+2.7 / 6.1 / 12 / 26; with fp32 rows at 1 / 8 / 32: fp32 15 / 23 / 49, int8 3.5 / 12 / 47, int4 2.9 / 11 / 45.
+
 A norm of one row of 576 is eight operations of the library, 17 us in fp32 and 43 in bf16, and one of ours, 4 and 5.
 """
 

@@ -4,7 +4,7 @@ A packed weight is bytes [outputs, row bytes], a row for itself, in groups of 32
 codes, those of two groups side by side (the last pair is filled with zeros). weight = scale * code + offset:
 
 int8  256 steps from the least to the largest value of a group; 9 bits a weight
-int4  16 steps; 5 bits a weight; what GGUF's Q4_0 and Q4_1 can say, so such files stay as exact as they are
+int4  16 steps; 5 bits a weight; those of GGUF's Q4_1, so such a file's weights stay exact
 nf4   the 16 codes of NF4 (QLoRA, appendix E, rounded to 127ths) times the largest size of a group; no offsets; 4.5 bits
 
 `kernels/quantized.h` computes with them; without the kernels a weight is unpacked for each product, which is right and

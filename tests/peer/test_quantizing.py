@@ -10,10 +10,10 @@ import torch
 from peer import cuda, quantizing
 from peer.blocks import Blocks, estimated_block_bytes, linear_shapes
 from peer.config import PeerConfig
-from peer.cuda import UnsupportedQuantization, check_device
+from peer.cuda import check_device
 from peer.executor import Executor, PassItem
 from peer.quantizing import choose, pays
-from routing.errors import BadInput
+from routing.errors import BadInput, UnsupportedQuantization
 from routing.types import Span
 from swarm import native
 from swarm.checkpoint import open_checkpoint
