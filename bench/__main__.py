@@ -14,7 +14,20 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from bench import directory, engine, faults, herd, plans, process, simulated, speed, watched, wide, wire_codec
+from bench import (
+    directory,
+    engine,
+    faults,
+    herd,
+    plans,
+    process,
+    quantized,
+    simulated,
+    speed,
+    watched,
+    wide,
+    wire_codec,
+)
 from bench.children import ChildFailed
 from bench.figures import Figure, as_json
 from bench.setting import Setting
@@ -27,6 +40,7 @@ PARTS: dict[str, Part] = {
     "eight": speed.eight,
     "one": engine.one,
     "many": engine.many,
+    "quantized": quantized.quantized,
     "experts": engine.experts,
     "beside": engine.beside,
     "pinned": engine.pinned,

@@ -9,8 +9,9 @@ from contextlib import ExitStack, contextmanager
 from itertools import combinations
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from bench.children import ROOT, Client, LocalModel, make
+from bench.children import ROOT, Child, Client, LocalModel, make
 from bench.prompts import PROMPTS, long_ids
 from routing.simulation.scenario import BUSIEST, Fault, Scenario
 from swarm.local import LocalSwarm
@@ -122,6 +123,14 @@ class Setting:
         with Setting("", self.rounds) as other:
             other.model = str(make_tiny("llama", other._folder / "tiny", layers=blocks, tokenizer=True))
             yield other
+
+    def losses(self) -> dict[str, Any]:
+        """What quantized weights change, by `bench.losses`."""
+        measuring = Child("bench.losses", [self.model], self._folder)
+        try:
+            return measuring.next()
+        finally:
+            measuring.close()
 
     def end_local(self) -> None:
         """Before memory is measured: pages that it shares with a peer would not be counted in full."""

@@ -52,6 +52,9 @@ def serve(
         list[str], typer.Option(help="address:port to tell others instead of this machine's own; may be repeated")
     ] = [],  # noqa: B006
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    quantize: Annotated[
+        str, typer.Option(help="weights in none, int8, int4, nf4, or auto: int8 where that is faster")
+    ] = "none",
     region: Annotated[
         str, typer.Option(metavar="NAME", help="the data region this peer is in, told to clients, as eu or us-east")
     ] = "",
@@ -93,6 +96,7 @@ def serve(
             dht_port=dht_port,
             announce=tuple(announce),
             dtype=dtype,
+            quantize=quantize,
             region=region,
             device=device,
             threads=threads,
@@ -171,7 +175,8 @@ def _announce(serving, model: str, console: Console) -> None:
     console.event({"event": "serving", **facts})
     console.say(f"serving blocks {serving.span} of {serving.n_blocks} as {serving.peer_id}")
     mib = serving.weights_bytes / 2**20
-    console.say(f"at {serving.address}; weights {mib:.0f} MiB, room for {serving.cache_positions:,} tokens of context")
+    weights, room = f"{mib:.0f} MiB ({serving.dtype})", f"{serving.cache_positions:,} tokens of context"
+    console.say(f"at {serving.address}; weights {weights}, room for {room}")
     if serving.metrics:
         console.say(f"metrics at {serving.metrics}")
     console.say("join code:")

@@ -39,7 +39,7 @@ def blocks_that_fit(block_bytes: int, free_bytes: int) -> int:
     if count < 1:
         raise NotEnoughMemory(
             f"one block takes {block_bytes / 2**20:.0f} MiB, and {free_bytes / 2**20:.0f} MiB are free",
-            advice="Free some memory, or use --dtype bfloat16.",
+            advice="Free some memory, or use --dtype bfloat16 or --quantize int4.",
         )
     return count
 

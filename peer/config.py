@@ -11,6 +11,10 @@ from routing.errors import BadInput
 from routing.types import Span, parse_region
 from swarm.codec import COMPUTE_DTYPES
 from swarm.link import Heartbeat
+from swarm.quantized import NONE, QUANTIZATIONS
+
+AUTO = "auto"
+QUANTIZE = (NONE, *QUANTIZATIONS, AUTO)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +27,7 @@ class PeerConfig:
     dht_port: int = 0
     announce: tuple[str, ...] = ()  # addresses to tell others instead of this machine's own
     dtype: str = "float32"
+    quantize: str = NONE  # of the weights of linear layers; auto: see peer/quantizing.py
     region: str = ""  # the data region that others are told; empty: none
     device: str = "cpu"
     threads: int | None = None  # cores for computing; None: all
@@ -39,6 +44,8 @@ class PeerConfig:
     def __post_init__(self) -> None:
         if self.dtype not in COMPUTE_DTYPES:
             raise BadInput(f"dtype {self.dtype!r} is not known; choose one of {', '.join(COMPUTE_DTYPES)}")
+        if self.quantize not in QUANTIZE:
+            raise BadInput(f"quantization {self.quantize!r} is not known; choose one of {', '.join(QUANTIZE)}")
         if self.region:
             parse_region(self.region)
         if self.threads is not None and self.threads < 1:

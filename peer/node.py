@@ -18,7 +18,9 @@ from peer.blocks import Blocks, estimated_block_bytes
 from peer.cache import CacheBudget
 from peer.capacity import blocks_that_fit, free_memory, measure
 from peer.config import PeerConfig
+from peer.cuda import check_device
 from peer.outside import Outside
+from peer.quantizing import choose
 from peer.scrape import MetricsServer
 from peer.service import Service
 from routing.errors import BadInput
@@ -42,6 +44,7 @@ from swarm.joincode import JoinCode
 from swarm.p2pd import refuse_taken_port
 from swarm.paths import free_peer_key, held
 from swarm.progress import Progress, silent
+from swarm.quantized import NONE
 from swarm.reach import Doorbell
 from swarm.records import RecordPolicy
 from swarm.transport import Endpoint
@@ -65,6 +68,7 @@ class Serving:
     join_code: str
     address: str
     weights_bytes: int
+    dtype: str  # that its blocks compute in, and how their weights are quantized
     cache_positions: int
     metrics: str | None = None  # the address of the page for Prometheus
 
@@ -82,6 +86,7 @@ class Node:
         self._checkpoint: Checkpoint
         self._family: Family
         self._n_blocks = 0
+        self._quantization = NONE
         self._manifest: manifests.Manifest
         self._fingerprint = b""
         self._hive: Hive
@@ -99,6 +104,7 @@ class Node:
     async def __aenter__(self) -> Node:
         if self.config.direct and self.config.port:
             refuse_taken_port(self.config.host, self.config.port)  # now, not when all weights are loaded
+        check_device(self.config.quantize, self.config.device)
         async with AsyncExitStack() as stack:
             await self._open_metrics(stack)
             self._take_identity(stack)
@@ -167,6 +173,7 @@ class Node:
             if starting:
                 failed.push_async_callback(starting.undo)
             await asyncio.to_thread(self._open_model)
+            self._quantization = await choose(self.config, self._checkpoint.config, self._family, self._thread)
             if join is None or starting is None:
                 return await self._found(stack)
             self._fingerprint = join.fingerprint
@@ -243,9 +250,11 @@ class Node:
         if self.config.join:
             now = self._hive.dht_time()
             view = apply(view, RecordsSeen(await self._directory.refresh()))
-        config = self._checkpoint.config
         some = range(0, self._n_blocks, max(1, self._n_blocks // 4))
-        block_bytes = max(estimated_block_bytes(config, self._family, i, self.config.torch_dtype) for i in some)
+        block_bytes = max(
+            estimated_block_bytes(self._checkpoint.config, self._family, i, self.config.torch_dtype, self._quantization)
+            for i in some
+        )
         capacity = min(self._n_blocks, blocks_that_fit(block_bytes, free_memory()))
         return least_covered_span(view, self._n_blocks, capacity, now)
 
@@ -262,6 +271,7 @@ class Node:
             config.torch_dtype,
             config.device,
             self._progress,
+            quantization=self._quantization,
             check=check,
         )
 
@@ -308,9 +318,15 @@ class Node:
             join_code=code.encode(),
             address=", ".join(self._addresses) or "only through the swarm's own network",
             weights_bytes=blocks.nbytes,
+            dtype=self._dtype,
             cache_positions=self._positions(budget.limit_bytes),
             metrics=self._metrics_url,
         )
+
+    @property
+    def _dtype(self) -> str:
+        """As records state it."""
+        return self.config.dtype if self._quantization == NONE else f"{self.config.dtype}/{self._quantization}"
 
     # -- what others see -------------------------------------------------------------------------------------
 
@@ -333,7 +349,7 @@ class Node:
             cache_free=self._positions(service.free_cache_bytes),
             cache_total=self._positions(service.budget.limit_bytes),
             place=place if (place := self._endpoint.coordinates.coordinate).known else None,
-            dtype=self.config.dtype,
+            dtype=self._dtype,
             region=self.config.region.lower(),
         )
 

@@ -336,10 +336,10 @@ class Service:
 
     async def _tune(self) -> None:
         """Meanwhile: get the native kernels if they are not there yet, and find out what they are good for here."""
-        weights = self.blocks.linear_weights()
-        if not weights or not await native.prepare():
+        linears = self.blocks.linears()
+        if not linears or not await native.prepare():
             return
-        for step in self.blocks.few_rows.measuring(weights[:MEASURED_WEIGHTS]):
+        for step in self.blocks.few_rows.measuring(linears[:MEASURED_WEIGHTS]):
             if self._busy:
                 await asyncio.sleep(TUNE_LATER_S)
             await self._thread.run(step)

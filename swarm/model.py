@@ -116,14 +116,15 @@ class SwarmModel:
         there is no such peer. Peer ids that routes are made of: `only` these, `never` those, and for the first and the
         last block, which tell most of a text, only `trusted` ones. `region`, one or several: only peers that state one
         of them (`swarm serve --region`). `exact`: only peers that state that they compute in `dtype`, and `wire` is
-        "exact". Rather no route (NoRoute) than another. `objective`: routes of the least "latency"; of the most "throughput", for many prompts
-        at once, more than a chain has hops; or of the fewest "hops", where each link costs.
+        "exact". Rather no route (NoRoute) than another. `objective`: routes of the least "latency"; of the most
+        "throughput", for many prompts at once, more than a chain has hops; or of the fewest "hops", where each link
+        costs.
         Entering raises JoinError, ModelError, DaemonFailed and their kin.
         """
         if dtype not in COMPUTE_DTYPES:
             raise BadInput(f"dtype is one of {', '.join(COMPUTE_DTYPES)}, not {dtype!r}")
         if exact and wire not in ("auto", "exact"):
-            raise BadInput(f"exact sends hidden states as they are, and wire is {wire!r}", advice="Leave one of them out.")
+            raise BadInput(f"exact sends hidden states as they are, and wire is {wire!r}", advice="Leave one out.")
         client = ClientConfig(dtype=COMPUTE_DTYPES[dtype], threads=threads, direct=direct)
         session = SessionConfig(
             wire="exact" if exact else wire,

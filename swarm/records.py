@@ -26,7 +26,9 @@ VALUE_BYTES = 200  # so that one key can hold ten thousand peers within hivemind
 MOST_BLOCKS = 256
 HORIZON_S = 300.0
 MOST_ADDRESSES = 8
-DTYPES = {1: "float32", 2: "bfloat16"}  # that blocks compute in; any other number: not stated
+_DTYPES = ("float32", "bfloat16")
+# That blocks compute in, and how their weights are quantized; any other number: not stated.
+DTYPES = dict(enumerate((f"{d}{q}" for q in ("", "/int8", "/int4", "/nf4") for d in _DTYPES), start=1))
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 

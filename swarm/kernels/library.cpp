@@ -9,6 +9,7 @@
 #include "elementwise.h"
 #include "packed_rows.h"
 #include "products.h"
+#include "quantized.h"
 
 namespace swarm {
 
@@ -24,6 +25,7 @@ STABLE_TORCH_LIBRARY(swarm_native, library) {
   library.def(
       "blocks(Tensor hidden, Tensor cos, Tensor sin, Tensor[] parts, Tensor[] all_keys, Tensor[] all_values, "
       "int[] pasts, int[] windows, float[] epsilons, float[] scales) -> Tensor");
+  library.def("widened(Tensor weight, int inputs, Tensor like) -> Tensor");
   library.def("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor");
   library.def("rotated(Tensor x, Tensor cos, Tensor sin) -> Tensor");
   library.def("gated(Tensor gate, Tensor up) -> Tensor");
@@ -34,6 +36,7 @@ STABLE_TORCH_LIBRARY(swarm_native, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(swarm_native, CPU, library) {
   library.impl("linear", TORCH_BOX(&swarm::linear));
+  library.impl("widened", TORCH_BOX(&swarm::widened));
   library.impl("attend_rows", TORCH_BOX(&swarm::attend_rows));
   library.impl("rms_norm", TORCH_BOX(&swarm::rms_norm));
   library.impl("rotated", TORCH_BOX(&swarm::rotated));
