@@ -43,7 +43,7 @@ def serve(
         str | None, typer.Option(help="join code of the swarm (-: read from stdin); without it a new swarm begins")
     ] = None,
     blocks: Annotated[
-        str | None, typer.Option(metavar="A:B", help="blocks to serve; without it the least covered that fit")
+        str | None, typer.Option(metavar="A:B", help="blocks to serve; without it what the swarm lacks most, as fits")
     ] = None,
     host: Annotated[str, typer.Option(help="address to listen on (:: for IPv6)")] = "0.0.0.0",
     port: Annotated[int, typer.Option(help="port for other peers and clients; 0: the system chooses")] = 0,

@@ -17,7 +17,7 @@ from swarm.link import Heartbeat
 class PeerConfig:
     model: str
     join: str | None = None  # None: begin a new swarm
-    blocks: Span | None = None  # None: the least covered span that fits
+    blocks: Span | None = None  # None: what the swarm lacks most, as much as fits
     host: str = "0.0.0.0"  # address to listen on, of the data plane and of the DHT
     port: int = 0  # data plane; 0: the system chooses
     dht_port: int = 0

@@ -22,7 +22,7 @@ from peer.outside import Outside
 from peer.scrape import MetricsServer
 from peer.service import Service
 from routing.errors import BadInput
-from routing.placement import least_covered_span
+from routing.placement import best_span
 from routing.reach import Notice
 from routing.types import PeerRecord, PeerState, Span
 from routing.view import RecordsSeen, View, apply
@@ -226,7 +226,7 @@ class Node:
         return Directory(self._hive, self._identity, self._fingerprint, self._n_blocks, sequences=sequences)
 
     async def _choose(self) -> Span:
-        """The span asked for, else the least covered that fits; a founder knows that nothing is covered yet."""
+        """The span asked for, else what the swarm lacks most; a founder knows that nothing is covered yet."""
         wanted = self.config.blocks
         if wanted is not None:
             if wanted.end > self._n_blocks:
@@ -240,7 +240,7 @@ class Node:
         some = range(0, self._n_blocks, max(1, self._n_blocks // 4))
         block_bytes = max(estimated_block_bytes(config, self._family, i, self.config.torch_dtype) for i in some)
         capacity = min(self._n_blocks, blocks_that_fit(block_bytes, free_memory()))
-        return least_covered_span(view, self._n_blocks, capacity, now)
+        return best_span(view, self._n_blocks, capacity, now)
 
     def _check(self, names: Sequence[str]) -> None:
         """Tensors of a swarm that was joined must be those of its manifest; a founder's have just made it."""

@@ -1,7 +1,7 @@
 """The machines of a simulated swarm, how they come and go, and the directory that tells of them, late.
 
 Owns what is true: speeds, places, who is alive, who serves what, how many sessions each peer has. Clients know of it
-what `view_at` and their own measurements tell. Peers choose their blocks with the real `least_covered_span`, from the
+what `view_at` and their own measurements tell. Peers choose their blocks with the real `best_span`, from the
 directory as it is when they join.
 
 A peer packs its sessions in passes: a pass with `n` sessions takes `1 + slope * (n - 1)` times as long as one with a
@@ -15,7 +15,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from routing.coordinates import LEAST_HEIGHT_S, LONGEST_S, Coordinate
-from routing.placement import least_covered_span
+from routing.placement import best_span
 from routing.simulation.agenda import Agenda
 from routing.simulation.chance import Chance, Streams
 from routing.simulation.report import Tally
@@ -138,7 +138,7 @@ class World:
         capacity = self._machines.choice(scenario.capacity)
         if spans and peer.number < scenario.peers:
             return Span.parse(spans[peer.number % len(spans)])
-        return least_covered_span(self._view, scenario.n_blocks, capacity, self.agenda.now)
+        return best_span(self._view, scenario.n_blocks, capacity, self.agenda.now, decode_s=peer.block_s)
 
     def _join(self) -> None:
         peer = self._new_peer()
