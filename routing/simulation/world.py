@@ -2,7 +2,8 @@
 
 Owns what is true: speeds, places, who is alive, who serves what, how many sessions each peer has. Clients know of it
 what `view_at` and their own measurements tell. Peers choose their blocks with the real `best_span`, from the
-directory as it is when they join.
+directory as it is when they join, and move with the real `Rebalancer`. A peer that has moved is a new one here, on the
+same machine; what it takes to finish the old sessions beside the new ones is left out.
 
 A peer packs its sessions in passes: a pass with `n` sessions takes `1 + slope * (n - 1)` times as long as one with a
 single session, and that is how long each session's step takes there. Waiting for the pass under way is part of it.
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from routing.coordinates import LEAST_HEIGHT_S, LONGEST_S, Coordinate
 from routing.placement import best_span
+from routing.rebalancing import Lease, Rebalancer, may_leave
 from routing.simulation.agenda import Agenda
 from routing.simulation.chance import Chance, Streams
 from routing.simulation.report import Tally
@@ -37,9 +39,11 @@ class Peer:
     """One machine. Where it stands among the others never changes, its load and speed do."""
 
     def __init__(self, number: int, peer_id: PeerId, place: Coordinate, told: Coordinate, block_s: float, slope: float):
+        """Its span comes later, and with it how many blocks it can hold."""
         self.number, self.id, self.place, self.told = number, peer_id, place, told
         self.block_s, self.slope, self.factor = block_s, slope, 1.0
-        self.span = Span(0, 1)
+        self.span, self.capacity = Span(0, 1), 1
+        self.rebalancer = Rebalancer(peer_id)
         self.state = PeerState.JOINING
         self.alive, self.silent = True, False
         self.sequence = 0
@@ -81,7 +85,8 @@ class World:
         self.serving = [0] * scenario.n_blocks  # how many SERVING peers hold each block, in truth
         self.covered_since = math.inf  # every block has one since then; inf: not now
         self._machines, self._life = streams("machines"), streams("life")
-        self._renewals = streams("renewals")
+        self._renewals, self._looks = streams("renewals"), streams("looks")
+        self._leases: dict[PeerId, Lease] = {}  # of peers that load what they move to; seen at once by all
         places = streams("regions")
         self._centres = [_on_sphere(places, scenario.region_rtt_s) for _ in range(scenario.regions)]
         self._view = View({}, scenario.n_blocks)
@@ -135,10 +140,12 @@ class World:
 
     def _choose(self, peer: Peer) -> Span:
         spans, scenario = self.scenario.spans, self.scenario
-        capacity = self._machines.choice(scenario.capacity)
+        peer.capacity = self._machines.choice(scenario.capacity)
         if spans and peer.number < scenario.peers:
-            return Span.parse(spans[peer.number % len(spans)])
-        return best_span(self._view, scenario.n_blocks, capacity, self.agenda.now, decode_s=peer.block_s)
+            span = Span.parse(spans[peer.number % len(spans)])
+            peer.capacity = len(span)
+            return span
+        return best_span(self._view, scenario.n_blocks, peer.capacity, self.agenda.now, decode_s=peer.block_s)
 
     def _join(self) -> None:
         peer = self._new_peer()
@@ -169,6 +176,38 @@ class World:
             self._announce(peer)
         if self.scenario.lifetime_s:
             self.agenda.after(self._lifetime_s(), self._end, peer)
+        if self.scenario.rebalance_s:
+            self._look_later(peer)
+
+    def _look_later(self, peer: Peer) -> None:
+        self.agenda.after(self.scenario.rebalance_s * self._looks.uniform(0.5, 1.5), self._look, peer)
+
+    def _look(self, peer: Peer) -> None:
+        """Whether it should serve other blocks. It serves on while it loads them."""
+        if not peer.alive or peer.state is not PeerState.SERVING:
+            return
+        now, load_s = self.agenda.now, self.scenario.load_s
+        move = peer.rebalancer.look(self._view, self._leases.values(), peer.capacity, now)
+        if move is None:
+            self._look_later(peer)
+            return
+        until = now + load_s + self.scenario.record_delay_s  # it is gone when what it was for can be seen
+        self._leases[peer.id] = lease = Lease(peer_id=peer.id, span=move.span, since=now, expires_at=until)
+        self.agenda.after(load_s, self._move, peer, lease)
+
+    def _move(self, peer: Peer, lease: Lease) -> None:
+        if not peer.alive or peer.state is not PeerState.SERVING:
+            return
+        if not may_leave(self._view, lease, self._leases.values(), self.agenda.now):
+            self._look_later(peer)
+            return
+        self.tally.rebalanced += 1
+        moved = Peer(len(self.peers), f"{peer.id}+", peer.place, peer.told, peer.block_s, peer.slope)
+        moved.factor, moved.span, moved.capacity = peer.factor, lease.span, peer.capacity
+        self.peers.append(moved)
+        self.by_id[moved.id] = moved
+        self._serve(moved)
+        self._drain(peer)
 
     def _end(self, peer: Peer) -> None:
         if self._life.random() < self.scenario.graceful:
@@ -181,6 +220,9 @@ class World:
         if peer.state is not PeerState.SERVING:
             return
         self.tally.left += 1
+        self._drain(peer)
+
+    def _drain(self, peer: Peer) -> None:
         self._count(peer, -1)
         peer.state = PeerState.DRAINING
         self._announce(peer)
