@@ -1,6 +1,6 @@
 """When a serving peer moves to other blocks, and who goes first where several would.
 
-Owns the patience of one peer, and the rule of leases. A lease is one peer's word that it is about to serve other blocks:
+Owns the patience of one peer, and the rule of leases. A lease is one peer's word that it will soon serve other blocks:
 its *region* is what it leaves and what it goes to, and in a region one moves at a time. Pure: the view, the leases and
 the time are arguments. How a lease is stored is in `swarm/discovery.py`, how a peer moves in `peer/rebalancing.py`.
 """
