@@ -18,7 +18,7 @@ from routing.types import PeerId, PeerRecord, PeerState, Span
 from routing.view import View
 
 COUNTED = (PeerState.SERVING, PeerState.JOINING)
-GAIN = 1.1  # measured speeds are some percent off, and loading costs
+GAIN = 1.2  # measured speeds are some percent off, and loading costs
 MOST_TIMES = 100.0  # as fast, or as slow, as the median peer: nobody is believed to be further off
 LOOKED_AT = 8  # windows that are worked out in full: the weakest ones
 DIGITS = 9  # of a level count; behind them is what sums of floats differ by

@@ -51,7 +51,7 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> tuple[Node, Told]:
     node, told = Node(PeerConfig(model="smollm2")), Told()
     node._identity, node._span, node._directory = Identity.generate(), Span(0, 3), told  # type: ignore[assignment]
     node._thread = Slow(lambda: told.records)  # type: ignore[assignment]
-    monkeypatch.setattr(node, "_load", lambda check: "the blocks")
+    monkeypatch.setattr(node, "_load", lambda span, check: "the blocks")
     return node, told
 
 
@@ -71,7 +71,7 @@ async def test_a_peer_whose_blocks_cannot_be_loaded_says_goodbye(
 ) -> None:
     node, told = loading
 
-    def load(check: Any) -> Any:
+    def load(span: Span, check: Any) -> Any:
         raise ModelError("a tensor is not the swarm's")
 
     monkeypatch.setattr(node, "_load", load)

@@ -163,9 +163,9 @@ def test_who_could_help_both_sides_goes_between_them():
     assert better_span(view, "me", 2, 0.0) == Move(span=Span(1, 3), rescues=False, tokens_per_s=0.75, before=0.5)
 
 
-@pytest.mark.parametrize(("crowd", "moves"), [(11, False), (12, True)])
+@pytest.mark.parametrize(("crowd", "moves"), [(12, False), (13, True)])
 def test_a_gain_that_is_not_proven_moves_nobody(crowd, moves):
-    """Where it goes there are ten: without it a tenth more must stay behind."""
+    """Where it goes there are ten: without it a fifth more must stay behind."""
     here = [("me", "0:1", SERVING), *((f"a{i}", "0:1", SERVING) for i in range(crowd - 1))]
     view = view_of(2, *here, *((f"b{i}", "1:2", SERVING) for i in range(10)))
     assert (better_span(view, "me", 1, 0.0) is not None) is moves
@@ -179,7 +179,7 @@ def test_in_a_crowd_one_moves_though_it_is_a_small_part_of_it():
         if move := better_span(view, peer, 2, 0.0):
             assert move.tokens_per_s > move.before
             view, moves = moved(view, {peer: move.span}), moves + 1
-    assert 5 <= moves <= 10  # as many as even it out, but for the margin
+    assert 3 <= moves <= 10  # as many as even it out, but for the margin
     assert throughput(view, 0.0) >= 50 / 2 / GAIN
 
 
