@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from bench import engine, faults, herd, placement, plans, process, speed, watched, wide
+from bench import engine, faults, herd, moves, placement, plans, process, speed, watched, wide
 from bench.children import ChildFailed
 from bench.figures import Figure, as_json
 from bench.setting import Setting
@@ -46,6 +46,7 @@ PARTS: dict[str, Part] = {
     "plans": plans.plans,
     "guesses": plans.guesses,
     "placement": placement.placement,
+    "moves": moves.moves,
     "watched": watched.watched,
     "memory": process.memory,
     "launch": process.launch,

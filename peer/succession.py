@@ -16,6 +16,8 @@ from swarm.frames import Frame, FrameType
 from swarm.link import Link
 from swarm.transport import Endpoint
 
+RETIRE_S = 120.0  # a session that nobody can take over stays: unlike one that leaves, this peer is in no hurry
+
 
 class Succession:
     """A LinkHandler for a service and, for a while, the one before it."""
@@ -80,7 +82,7 @@ class Succession:
         former = self._former
         assert former is not None
         told = _clients(former)
-        await former.hand_over()
+        await former.hand_over(RETIRE_S)
         await former.close()
         self._former = self.current.beside = None
         self._changed.set()
