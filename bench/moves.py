@@ -16,7 +16,7 @@ from swarm.model import SwarmModel
 
 OPTIONS = ("--most-blocks", "15", "--rebalance", "3")
 PEERS, CLIENTS, TOKENS = 6, 3, 2000
-QUIET_S, LONGEST_S = 12.0, 60.0  # after the last move; and at most, if they do not end
+QUIET_S, LONGEST_S = 12.0, 60  # after the last move; and at most, if they do not end
 
 
 def moves(setting: Setting) -> list[Figure]:
@@ -45,8 +45,10 @@ async def _moves(name: str) -> tuple[list[float], int, int]:
             await asyncio.to_thread(swarm.add)
             _listen(swarm.peers[-1], moved)
             begun = time.monotonic()
-            while (wait_s := min(begun + LONGEST_S, max([begun, *moved]) + QUIET_S) - time.monotonic()) > 0:
-                await asyncio.sleep(wait_s)
+            for _ in range(LONGEST_S):
+                await asyncio.sleep(1.0)
+                if time.monotonic() > max([begun, *moved]) + QUIET_S:
+                    break
             stop.set()
             ended = await asyncio.gather(*answers, return_exceptions=True)
     dropped = sum(isinstance(each, SwarmError) for each in ended)
