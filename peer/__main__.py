@@ -43,8 +43,12 @@ def serve(
         str | None, typer.Option(help="join code of the swarm (-: read from stdin); without it a new swarm begins")
     ] = None,
     blocks: Annotated[
-        str | None, typer.Option(metavar="A:B", help="blocks to serve; without it the least covered that fit")
+        str | None, typer.Option(metavar="A:B", help="blocks to serve; without it what the swarm lacks most, as fits")
     ] = None,
+    most_blocks: Annotated[int | None, typer.Option(metavar="N", help="blocks at most, without --blocks")] = None,
+    rebalance: Annotated[
+        float, typer.Option(metavar="S", help="without --blocks: look as often whether others need it more; 0: never")
+    ] = 120.0,
     host: Annotated[str, typer.Option(help="address to listen on (:: for IPv6)")] = "0.0.0.0",
     port: Annotated[int, typer.Option(help="port for other peers and clients; 0: the system chooses")] = 0,
     dht_port: Annotated[int, typer.Option(help="port of the swarm's directory; 0: the system chooses")] = 0,
@@ -91,6 +95,8 @@ def serve(
             model=model,
             join=join,
             blocks=span,
+            most_blocks=most_blocks,
+            rebalance_s=rebalance,
             host=host,
             port=port,
             dht_port=dht_port,
@@ -136,7 +142,7 @@ async def _serve(config, console: Console, until_stdin_closes: bool) -> None:
     if until_stdin_closes:
         loop.add_reader(sys.stdin.fileno(), on_input)
     with console.progress("joining the swarm" if config.join else "beginning a swarm") as progress:
-        node = Node(config, progress, lambda notice: _tell(notice, console))
+        node = Node(config, progress, lambda notice: _tell(notice, console), lambda span: _moved(span, console))
         await node.__aenter__()
     started = True
     try:
@@ -167,6 +173,12 @@ def _tell(notice, console: Console) -> None:
     with contextlib.suppress(BrokenPipeError):  # nobody reads it any more, and the peer serves on
         console.event({"event": "reachable" if notice.reachable else "unreachable", **facts})
         console.note(f"{notice.message}: {notice.advice}" if notice.advice else notice.message, style="")
+
+
+def _moved(span: Span, console: Console) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        console.event({"event": "moved", "span": str(span)})
+        console.note(f"serving blocks {span} now: the swarm needs them more", style="")
 
 
 def _announce(serving, model: str, console: Console) -> None:

@@ -21,7 +21,9 @@ QUANTIZE = (NONE, *QUANTIZATIONS, AUTO)
 class PeerConfig:
     model: str
     join: str | None = None  # None: begin a new swarm
-    blocks: Span | None = None  # None: the least covered span that fits
+    blocks: Span | None = None  # None: what the swarm lacks most, as much as fits
+    most_blocks: int | None = None  # None: as many as fit
+    rebalance_s: float = 120.0  # without `blocks`: look as often, about, whether others need this peer more; 0: never
     host: str = "0.0.0.0"  # address to listen on, of the data plane and of the DHT
     port: int = 0  # data plane; 0: the system chooses
     dht_port: int = 0
@@ -56,6 +58,10 @@ class PeerConfig:
                 raise BadInput(f"{name} must be between 0 and 65535, not {port}")
         if self.cache_bytes is not None and self.cache_bytes < 1 << 20:
             raise BadInput("the cache needs at least 1 MiB")
+        if self.most_blocks is not None and self.most_blocks < 1:
+            raise BadInput(f"a peer serves at least one block, not {self.most_blocks}")
+        if not 0 <= self.rebalance_s < 1e6:
+            raise BadInput(f"rebalance_s is some seconds, or 0 for never; not {self.rebalance_s}")
         if not 1 <= self.renew_s <= 15:
             raise BadInput("records must be renewed every 1 to 15 seconds")
 

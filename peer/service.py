@@ -122,6 +122,7 @@ class Service:
         self._links: set[Link] = set()
         self._acting = False
         self.passes = 0
+        self.beside: Service | None = None  # of this peer, with the same links, while it moves to other blocks
         hidden = blocks.shape.hidden
         self.table = SessionTable(
             me=me,
@@ -310,6 +311,10 @@ class Service:
 
     def _needs(self, peer_id: PeerId) -> bool:
         """Whether a session here stands next to that peer."""
+        services = (self, self.beside) if self.beside is not None else (self,)
+        return any(service.stands_next_to(peer_id) for service in services)
+
+    def stands_next_to(self, peer_id: PeerId) -> bool:
         return any(peer_id == hop.peer_id for session in self.table.sessions.values() for hop in session.places)
 
     def _way_to(self, peer_id: PeerId) -> tuple[int, int]:

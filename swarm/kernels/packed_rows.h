@@ -9,7 +9,7 @@
 
 namespace swarm {
 
-constexpr int64_t GROUP = 64, KEPT = 8;
+constexpr int64_t ROW_GROUP = 64, KEPT = 8;
 constexpr uint32_t INFINITE = 0x7f800000, LEAST_NORMAL = 0x00800000;
 
 inline uint32_t magnitude(float value) {  // ordered as the absolute values are
@@ -21,7 +21,7 @@ inline uint32_t magnitude(float value) {  // ordered as the absolute values are
 struct RowShape {
   int64_t width, groups, kept;
   explicit RowShape(int64_t width)
-      : width(width), groups((width + GROUP - 1) / GROUP), kept(std::min<int64_t>(KEPT, width)) {}
+      : width(width), groups((width + ROW_GROUP - 1) / ROW_GROUP), kept(std::min<int64_t>(KEPT, width)) {}
   int64_t bytes() const { return 2 * groups + 4 * kept + width; }
 };
 
@@ -37,7 +37,7 @@ inline void choose_kept(const float* row, const uint32_t* most, const RowShape& 
   int64_t count = 0;
   for (int64_t group = 0; group < shape.groups; group++) {
     if (count == shape.kept && most[group] <= held[count - 1]) continue;
-    for (int64_t at = group * GROUP; at < std::min(shape.width, (group + 1) * GROUP); at++) {
+    for (int64_t at = group * ROW_GROUP; at < std::min(shape.width, (group + 1) * ROW_GROUP); at++) {
       uint32_t size = magnitude(row[at]);
       if (count == shape.kept && size <= held[count - 1]) continue;
       int64_t place = count < shape.kept ? count++ : count - 1;
@@ -54,7 +54,7 @@ inline void choose_kept(const float* row, const uint32_t* most, const RowShape& 
 
 inline bool pack_row(float* row, const RowShape& shape, uint32_t* most, uint8_t* out) {
   for (int64_t group = 0; group < shape.groups; group++)
-    most[group] = greatest(row + group * GROUP, std::min(GROUP, shape.width - group * GROUP));
+    most[group] = greatest(row + group * ROW_GROUP, std::min(ROW_GROUP, shape.width - group * ROW_GROUP));
   if (*std::max_element(most, most + shape.groups) >= INFINITE) return false;
   uint16_t channels[KEPT];
   choose_kept(row, most, shape, channels);
@@ -64,8 +64,8 @@ inline bool pack_row(float* row, const RowShape& shape, uint32_t* most, uint8_t*
     if (magnitude(widen(value)) >= INFINITE) return false;
     std::memcpy(values + 2 * index, &value, 2);
     row[channels[index]] = 0;
-    int64_t group = channels[index] / GROUP;
-    most[group] = greatest(row + group * GROUP, std::min(GROUP, shape.width - group * GROUP));
+    int64_t group = channels[index] / ROW_GROUP;
+    most[group] = greatest(row + group * ROW_GROUP, std::min(ROW_GROUP, shape.width - group * ROW_GROUP));
   }
   std::memcpy(out + 2 * shape.groups, channels, 2 * shape.kept);
   int8_t* steps = reinterpret_cast<int8_t*>(values + 2 * shape.kept);
@@ -74,7 +74,7 @@ inline bool pack_row(float* row, const RowShape& shape, uint32_t* most, uint8_t*
     std::memcpy(&peak, &most[group], 4);
     bf16 narrowed = narrow<bf16>(peak / 127.0f);
     float scale = widen(narrowed);
-    int64_t begin = group * GROUP, end = std::min(shape.width, begin + GROUP);
+    int64_t begin = group * ROW_GROUP, end = std::min(shape.width, begin + ROW_GROUP);
     if (magnitude(scale) < LEAST_NORMAL) {
       narrowed = {0};
       std::memset(steps + begin, 0, end - begin);
@@ -95,7 +95,7 @@ inline bool unpack_row(const uint8_t* data, const RowShape& shape, float* row) {
     std::memcpy(&narrowed, data + 2 * group, 2);
     float scale = widen(narrowed);
     if ((narrowed.bits & 0x8000) || magnitude(scale * 128) >= INFINITE) return false;
-    for (int64_t at = group * GROUP; at < std::min(shape.width, (group + 1) * GROUP); at++)
+    for (int64_t at = group * ROW_GROUP; at < std::min(shape.width, (group + 1) * ROW_GROUP); at++)
       row[at] = float(steps[at]) * scale;
   }
   int64_t before = -1;

@@ -374,12 +374,12 @@ def talk(monkeypatch: pytest.MonkeyPatch, lines: list[Any], *, as_json: bool = F
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_exact_sends_every_hidden_state_as_it_is(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    wires = []
-    monkeypatch.setattr(Asking, "check", lambda self: wires.append(self.connecting()["wire"]) or exit(3))
+    asked = []
+    monkeypatch.setattr(Asking, "check", lambda self: asked.append(self.connecting()["exact"]) or exit(3))
     words = [command, "m", *(["hello"] if command == "generate" else []), "--join", CODE]
     for options in ([], ["--exact"]):
         assert exit_code(*words, *options) == 3
-    assert wires == ["auto", "exact"]
+    assert asked == [False, True]
 
 
 def test_a_chat_from_a_pipe(model, monkeypatch, capsys):
