@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 FOR_EVER = 1e12  # records of the living are renewed in time: only those of the dead expire
 DRAIN_S = 60.0  # a peer that leaves waits so long for its sessions to move
+RETIRE_S = 120.0  # one that moves is in no hurry; as in `peer/succession.py`
 WORTH_TELLING = 0.2  # a change of what a record claims, relative
 TOLD_ERROR = 0.1  # of network coordinates
 
@@ -168,7 +169,7 @@ class World:
         self.peers.append(moved)
         self.by_id[moved.id] = moved
         self._serve(moved)
-        self._drain(peer)
+        self._drain(peer, RETIRE_S)
 
     def _end(self, peer: Peer) -> None:
         if self._life.random() < self.scenario.graceful:
@@ -181,9 +182,9 @@ class World:
         if peer.state is not PeerState.SERVING:
             return
         self.tally.left += 1
-        self._drain(peer)
+        self._drain(peer, DRAIN_S)
 
-    def _drain(self, peer: Peer) -> None:
+    def _drain(self, peer: Peer, patience_s: float) -> None:
         self._count(peer, -1)
         peer.state = PeerState.DRAINING
         self._announce(peer)
@@ -191,7 +192,7 @@ class World:
             client.leaving.add(peer.id)
         for generation in list(peer.sessions):
             generation.peer_leaves(peer)
-        self.agenda.after(DRAIN_S if peer.sessions else 0.0, self.depart, peer)
+        self.agenda.after(patience_s if peer.sessions else 0.0, self.depart, peer)
 
     def depart(self, peer: Peer) -> None:
         """At the end of leaving: when the last session has moved, or nobody waits any more."""
