@@ -107,6 +107,7 @@ class SwarmClient:
         self._codecs: dict[tuple[PeerId, PeerId], Codec] = {}  # chosen last, from one end to another
         self._trials = Trials()
         self._on_trial: dict[bytes, Trial] = {}
+        self._trying: set[asyncio.Task[None]] = set()
         self.links_lost: list[tuple[float, PeerId, str]] = []
         self._silence = False  # was what ended the last link, or dial
         self.head: Head
@@ -193,6 +194,10 @@ class SwarmClient:
         """Closes its sessions (their peers free them), its links and its node."""
         for session in list(self.sessions.values()):
             await session.close()
+        trying = list(self._trying)
+        for task in trying:
+            task.cancel()  # while there are links over which its peer can be told
+        await asyncio.gather(*trying, return_exceptions=True)
         await self._stack.aclose()
 
     def dht_time(self) -> float:
@@ -385,7 +390,8 @@ class SwarmClient:
         """Find out, beside the text, how fast somebody in a route truly is that seems cheaper than the one in use."""
         hop = self._trials.choose(route, other, time.monotonic())
         if hop is not None:
-            self.spawn(self._try(hop))
+            self._trying.add(task := self.spawn(self._try(hop)))
+            task.add_done_callback(self._trying.discard)
 
     async def _try(self, hop: Hop) -> None:
         await self.connect([hop.peer_id], TRIAL_DIAL_S)
