@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from peer.sizes import parse_size
 from routing.types import Span
 from swarm.joincode import JoinCode
 from swarm.terminal import Console, guarded, process, run, setup_logging
@@ -55,8 +56,12 @@ def serve(
     region: Annotated[
         str, typer.Option(metavar="NAME", help="the data region this peer is in, told to clients, as eu or us-east")
     ] = "",
-    device: Annotated[str, typer.Option(help="torch device")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, mps; auto: the best that is here")] = "auto",
     threads: Annotated[int | None, typer.Option(help="cores for computing; all by default")] = None,
+    nice: Annotated[bool, typer.Option("--nice", help="compute only while nobody else wants the processor")] = False,
+    max_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="most for weights and sessions' caches together, as 4G or 900M")
+    ] = None,
     cache: Annotated[int | None, typer.Option(metavar="MIB", help="memory for sessions' caches")] = None,
     identity: Annotated[Path | None, typer.Option(help="key file of this peer; made if it is not there")] = None,
     direct: Annotated[bool, typer.Option(help="direct connections (else only the swarm's own network)")] = True,
@@ -75,6 +80,7 @@ def serve(
     setup_logging(verbose)
     with guarded(console):
         span = Span.parse(blocks) if blocks else None
+        max_memory_bytes = parse_size(max_memory) if max_memory else None
         if join and join != "-":
             JoinCode.parse(join)  # a typing error is told at once
         with console.progress("starting"):
@@ -96,6 +102,8 @@ def serve(
             region=region,
             device=device,
             threads=threads,
+            nice=nice,
+            max_memory_bytes=max_memory_bytes,
             cache_bytes=None if cache is None else cache << 20,
             identity_path=identity,
             direct=direct,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from peer.devices import AUTO, choose_device
 from routing.errors import BadInput
 from routing.types import Span, parse_region
 from swarm.codec import COMPUTE_DTYPES
@@ -24,9 +25,11 @@ class PeerConfig:
     announce: tuple[str, ...] = ()  # addresses to tell others instead of this machine's own
     dtype: str = "float32"
     region: str = ""  # the data region that others are told; empty: none
-    device: str = "cpu"
+    device: str = AUTO  # then the one that was found
     threads: int | None = None  # cores for computing; None: all
+    nice: bool = False  # computing gives way to whatever else the machine has to do
     cache_bytes: int | None = None  # None: half of what is free after loading
+    max_memory_bytes: int | None = None  # for weights and cache together; None: what is free
     identity_path: Path | None = None  # None: the first of this user's that is not in use
     direct: bool = True  # False: only streams through the swarm's own network
     renew_s: float = 15.0
@@ -37,6 +40,7 @@ class PeerConfig:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "device", choose_device(self.device))
         if self.dtype not in COMPUTE_DTYPES:
             raise BadInput(f"dtype {self.dtype!r} is not known; choose one of {', '.join(COMPUTE_DTYPES)}")
         if self.region:
@@ -49,6 +53,8 @@ class PeerConfig:
                 raise BadInput(f"{name} must be between 0 and 65535, not {port}")
         if self.cache_bytes is not None and self.cache_bytes < 1 << 20:
             raise BadInput("the cache needs at least 1 MiB")
+        if self.max_memory_bytes is not None and self.max_memory_bytes < 1 << 20:
+            raise BadInput("a peer needs at least 1 MiB of memory")
         if not 1 <= self.renew_s <= 15:
             raise BadInput("records must be renewed every 1 to 15 seconds")
 

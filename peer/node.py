@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from peer.announcer import Announcer
 from peer.blocks import Blocks, estimated_block_bytes
 from peer.cache import CacheBudget
-from peer.capacity import blocks_that_fit, free_memory, measure
+from peer.capacity import Memory, Speed, free_memory, measure
 from peer.config import PeerConfig
+from peer.measured import measured, setting_of
 from peer.outside import Outside
 from peer.scrape import MetricsServer
 from peer.service import Service
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 JOIN_S = 30.0
-CACHE_SHARE = 0.5  # of the memory that is free once the blocks are loaded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,7 @@ class Serving:
     address: str
     weights_bytes: int
     cache_positions: int
+    speed: Speed  # of one block, when it began to serve
     metrics: str | None = None  # the address of the page for Prometheus
 
 
@@ -103,7 +104,8 @@ class Node:
             await self._open_metrics(stack)
             self._take_identity(stack)
             native.load()
-            self._thread = await stack.enter_async_context(ComputeThread(threads=self.config.threads))
+            thread = ComputeThread(threads=self.config.threads, nice=self.config.nice)
+            self._thread = await stack.enter_async_context(thread)
             blocks = await self._join_and_load(stack)
             await self._serve(stack, blocks)
             self._stack = stack.pop_all()
@@ -238,16 +240,25 @@ class Node:
         if wanted is not None:
             if wanted.end > self._n_blocks:
                 raise BadInput(f"there are no blocks {wanted}: the model has {self._n_blocks}")
+            self._memory().check(wanted, self._block_bytes())
             return wanted
         view, now = View({}, self._n_blocks), 0.0
         if self.config.join:
             now = self._hive.dht_time()
             view = apply(view, RecordsSeen(await self._directory.refresh()))
+        capacity = min(self._n_blocks, self._memory().blocks_that_fit(self._block_bytes()))
+        return least_covered_span(view, self._n_blocks, capacity, now)
+
+    def _block_bytes(self) -> int:
+        """The largest of some blocks."""
         config = self._checkpoint.config
         some = range(0, self._n_blocks, max(1, self._n_blocks // 4))
-        block_bytes = max(estimated_block_bytes(config, self._family, i, self.config.torch_dtype) for i in some)
-        capacity = min(self._n_blocks, blocks_that_fit(block_bytes, free_memory()))
-        return least_covered_span(view, self._n_blocks, capacity, now)
+        return max(estimated_block_bytes(config, self._family, i, self.config.torch_dtype) for i in some)
+
+    def _memory(self) -> Memory:
+        config = self.config
+        free = free_memory(config.device)
+        return Memory(free_bytes=free, limit_bytes=config.max_memory_bytes, cache_bytes=config.cache_bytes)
 
     def _check(self, names: Sequence[str]) -> None:
         """Tensors of a swarm that was joined must be those of its manifest; a founder's have just made it."""
@@ -267,8 +278,8 @@ class Node:
 
     async def _serve(self, stack: AsyncExitStack, blocks: Blocks) -> None:
         config, hive, peer_id = self.config, self._hive, self._identity.peer_id
-        speed = await self._thread.run(measure, blocks)
-        budget = CacheBudget(config.cache_bytes or int(CACHE_SHARE * free_memory()))
+        budget = CacheBudget(self._memory().for_cache(blocks.nbytes))
+        speed = await self._thread.run(self._measured, blocks)
         self._service = Service(me=peer_id, blocks=blocks, budget=budget, thread=self._thread, speed=speed)
         stack.push_async_callback(self._service.close)
         endpoint = self._endpoint = Endpoint(
@@ -309,8 +320,13 @@ class Node:
             address=", ".join(self._addresses) or "only through the swarm's own network",
             weights_bytes=blocks.nbytes,
             cache_positions=self._positions(budget.limit_bytes),
+            speed=speed,
             metrics=self._metrics_url,
         )
+
+    def _measured(self, blocks: Blocks) -> Speed:
+        setting = setting_of(blocks, self._fingerprint, self.config.dtype)
+        return measured(blocks, setting, self._checkpoint.cache_dir / "measured", measure)
 
     # -- what others see -------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@
     |-- StartError              this machine cannot do it (exit code 6)
     |   |-- PortInUse
     |   |-- NotEnoughMemory
+    |   |-- NoSuchDevice        the device asked for is not in this machine
     |   `-- DaemonFailed        p2pd did not start, or died and could not be restarted
     |-- SessionError            a generation ended before its end (exit code 7)
     |   |-- Superseded          another driver opened this session
@@ -108,6 +109,10 @@ class PortInUse(StartError):
 
 class NotEnoughMemory(StartError):
     advice = "Serve fewer blocks with --blocks A:B, or free some memory."
+
+
+class NoSuchDevice(StartError):
+    advice = "Leave out --device, and the peer takes what is here."
 
 
 class DaemonFailed(StartError):

@@ -204,8 +204,11 @@ def test_what_serve_refuses(launch, swarm, tiny):
         in_use = launch("serve", str(tiny), "--port", port, *here)
         outside = launch("serve", str(tiny), "--blocks", "4:9", "--json", *here)
         typo = launch("serve", str(tiny), "--join", swarm.join_code[:-2], *here)
+        small = launch("serve", str(tiny), "--max-memory", "1M", "--cache", "1", *here)
         shown = finish(in_use)
         assert shown.code == 6 and port in shown.err and "PortInUse" in shown.err and "--port" in shown.err
+    shown = finish(small)
+    assert shown.code == 6 and "NotEnoughMemory" in shown.err and "--max-memory allows 1 MiB" in shown.err
     shown = finish(outside)
     assert shown.code == 2 and shown.facts["error"] == "BadInput" and "the model has 6" in shown.facts["message"]
     shown = finish(typo)
