@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from bench import directory, engine, faults, herd, plans, process, simulated, speed, watched, wide
+from bench import directory, engine, faults, herd, joins, plans, process, simulated, speed, watched, wide
 from bench.children import ChildFailed
 from bench.figures import Figure, as_json
 from bench.setting import Setting
@@ -50,6 +50,7 @@ PARTS: dict[str, Part] = {
     "watched": watched.watched,
     "memory": process.memory,
     "launch": process.launch,
+    "joins": joins.joins,
 }
 LONG_PARTS: dict[str, Part] = {"eight20": speed.eight20, "alarms": wide.alarms}
 METHOD = (

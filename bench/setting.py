@@ -183,9 +183,9 @@ class Setting:
                 yield swarm
 
     @contextmanager
-    def client(self, swarm: LocalSwarm, dtype: str = "float32") -> Iterator[Client]:
+    def client(self, swarm: LocalSwarm, dtype: str = "float32", wait_s: float = 0.0) -> Iterator[Client]:
         before = swarm.lab.on(1) if isinstance(swarm, LabSwarm) else []
-        client = Client(self.model, swarm.join_code, self._folder, dtype, before)
+        client = Client(self.model, swarm.join_code, self._folder, dtype, before, wait_s)
         try:
             yield client
         finally:
