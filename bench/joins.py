@@ -11,8 +11,8 @@ WAIT_S = 120.0
 
 
 def joins(setting: Setting) -> list[Figure]:
-    """A client waits for the second half of the model; nobody serves it before the newcomer. The first round measures its
-    speed and is not counted; in later ones that is known, as it is to a volunteer who comes back."""
+    """A client waits for the second half of the model; nobody serves it before the newcomer. The first round measures
+    its speed and is not counted; in later ones that is known, as it is to a volunteer who comes back."""
     prompt = setting.prompt(0)
     setting.end_local()
     useful: list[float] = []

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from peer.announcer import Announcer
 from peer.blocks import Blocks, estimated_block_bytes
+from peer.borrowed import Borrowed
 from peer.cache import CacheBudget
 from peer.capacity import Memory, Speed, free_memory, measure
 from peer.config import PeerConfig
@@ -22,7 +23,7 @@ from peer.measured import measured, setting_of
 from peer.outside import Outside
 from peer.scrape import MetricsServer
 from peer.service import Service
-from routing.errors import BadInput
+from routing.errors import BadInput, ModelNotFound
 from routing.placement import least_covered_span
 from routing.reach import Notice
 from routing.types import PeerRecord, PeerState, Span
@@ -40,6 +41,7 @@ from swarm.families import Family, family_of, text_config
 from swarm.hive import Hive
 from swarm.identity import Identity
 from swarm.joincode import JoinCode
+from swarm.lending import lend
 from swarm.p2pd import refuse_taken_port
 from swarm.paths import free_peer_key, held
 from swarm.progress import Progress, silent
@@ -81,6 +83,7 @@ class Node:
         self._identity: Identity
         self._thread: ComputeThread
         self._checkpoint: Checkpoint
+        self._borrowed: Borrowed | None = None  # where the model is not on this disk
         self._family: Family
         self._n_blocks = 0
         self._manifest: manifests.Manifest
@@ -168,7 +171,7 @@ class Node:
         async with AsyncExitStack() as failed:
             if starting:
                 failed.push_async_callback(starting.undo)
-            await asyncio.to_thread(self._open_model)
+            absent = await asyncio.to_thread(self._open_model, join is not None)
             if join is None or starting is None:
                 return await self._found(stack)
             self._fingerprint = join.fingerprint
@@ -176,6 +179,9 @@ class Node:
             failed.pop_all()
         stack.push_async_callback(self._hive.close)
         self._manifest = await fetch_manifest(self._hive, join, JOIN_S)
+        if absent is not None:
+            self._borrowed = Borrowed(self._hive, join, self._manifest, absent)
+            self._use(await self._borrowed.open_model(stack))
         self._directory = self._open_directory()
         self._span = await self._choose()
         return await self._load_announced(stack)
@@ -187,6 +193,9 @@ class Node:
         announcer.renew_soon()
         announcing = asyncio.create_task(announcer.run())
         try:
+            if self._borrowed is not None:
+                records = await self._directory.refresh()
+                await self._borrowed.fetch(self._checkpoint, self._family, self._span, records, self._progress)
             return await self._thread.run(self._load, self._check)
         finally:
             announcing.cancel()
@@ -207,8 +216,18 @@ class Node:
         self._directory = self._open_directory()
         return blocks
 
-    def _open_model(self) -> None:
-        self._checkpoint = open_checkpoint(self.config.model, progress=self._progress)
+    def _open_model(self, others_may_have_it: bool) -> ModelNotFound | None:
+        """Why it is not here, where that need not be the end."""
+        try:
+            self._use(open_checkpoint(self.config.model, progress=self._progress))
+        except ModelNotFound as error:
+            if not others_may_have_it:
+                raise
+            return error
+        return None
+
+    def _use(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
         self._family = family_of(self._checkpoint.config)
         self._n_blocks = self._family.n_blocks(text_config(self._checkpoint.config))
 
@@ -299,6 +318,7 @@ class Node:
         manifest = manifests.to_bytes(self._manifest)
         await hive.serve_blob(MANIFEST, lambda: manifest)
         bootstrap = tuple(await hive.addresses())
+        await lend(hive, self._checkpoint)
         about = self._about(bootstrap).to_bytes()
         await hive.serve_blob(ABOUT, lambda: about)
         await Doorbell(hive, self._directory, self._addresses).serve()

@@ -104,6 +104,14 @@ class GgufCheckpoint(Checkpoint):
         self._entry(name)
         return self.path
 
+    def place(self, name: str) -> tuple[Path, int, int]:
+        entry = self._entry(name)
+        return self.path, entry.offset, entry.nbytes
+
+    def heads(self) -> dict[Path, int]:
+        factors = self._entries.get(ROPE_FACTORS)  # part of the configuration
+        return {self.path: max(self._header_bytes, factors.offset + factors.nbytes if factors else 0)}
+
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Converted the first time (seconds, if merges must be derived), then read from the cache."""
         folder = self.cache_dir / "tokenizers" / self._tokenizer_key()

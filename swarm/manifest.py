@@ -141,9 +141,12 @@ def check(checkpoint: Checkpoint, names: Iterable[str], manifest: Manifest) -> N
 
 def tensor_digest(checkpoint: Checkpoint, name: str) -> bytes:
     """What a manifest says of one tensor: its bytes and how they are to be read."""
-    digest = hashlib.blake2b(checkpoint.raw_digest(name), digest_size=DIGEST_BYTES)
-    digest.update(checkpoint.form(name).encode())
-    return digest.digest()
+    return digest_as(checkpoint.raw_digest(name), checkpoint.form(name))
+
+
+def digest_as(raw_digest: bytes, form: str) -> bytes:
+    """The same from the parts, where the bytes are not in a checkpoint yet."""
+    return hashlib.blake2b(raw_digest + form.encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def config_hash(config: Any) -> bytes:
