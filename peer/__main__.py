@@ -58,7 +58,7 @@ def serve(
         str, typer.Option(metavar="NAME", help="the data region this peer is in, told to clients, as eu or us-east")
     ] = "",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, mps; auto: the best that is here")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="cores for computing; all by default")] = None,
+    threads: Annotated[int | None, typer.Option(help="cores for computing; all, or a share beside other peers")] = None,
     nice: Annotated[bool, typer.Option("--nice", help="compute only while nobody else wants the processor")] = False,
     max_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="most for weights and sessions' caches together, as 4G or 900M")

@@ -26,7 +26,7 @@ class PeerConfig:
     dtype: str = "float32"
     region: str = ""  # the data region that others are told; empty: none
     device: str = AUTO  # then the one that was found
-    threads: int | None = None  # cores for computing; None: all
+    threads: int | None = None  # cores for computing; None: all, or a share beside other peers on the machine
     nice: bool = False  # computing gives way to whatever else the machine has to do
     cache_bytes: int | None = None  # None: half of what is free after loading
     max_memory_bytes: int | None = None  # for weights and cache together; None: what is free

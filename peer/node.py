@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from peer.announcer import Announcer
 from peer.blocks import Blocks, estimated_block_bytes
 from peer.borrowed import Borrowed
@@ -43,7 +45,7 @@ from swarm.identity import Identity
 from swarm.joincode import JoinCode
 from swarm.lending import lend
 from swarm.p2pd import refuse_taken_port
-from swarm.paths import free_peer_key, held
+from swarm.paths import earlier_peers, free_peer_key, held
 from swarm.progress import Progress, silent
 from swarm.reach import Doorbell
 from swarm.records import RecordPolicy
@@ -107,7 +109,7 @@ class Node:
             await self._open_metrics(stack)
             self._take_identity(stack)
             native.load()
-            thread = ComputeThread(threads=self.config.threads, nice=self.config.nice)
+            thread = ComputeThread(threads=self._threads(), nice=self.config.nice)
             self._thread = await stack.enter_async_context(thread)
             blocks = await self._join_and_load(stack)
             await self._serve(stack, blocks)
@@ -163,6 +165,14 @@ class Node:
         if path is None:
             raise BadInput(f"another process uses the identity {wanted}")
         self._key_path, self._identity = path, Identity.load_or_create(path)
+
+    def _threads(self) -> int | None:
+        """Unless the owner says how many: all cores for the first peer on a machine, half of them for the second, a
+        third for the third. Nobody gives any back, so n peers have at most 1 + ln n threads a core, not n."""
+        config = self.config
+        if config.threads is not None or config.identity_path is not None:
+            return config.threads
+        return max(1, torch.get_num_threads() // (1 + earlier_peers(self._key_path)))
 
     async def _join_and_load(self, stack: AsyncExitStack) -> Blocks:
         """Join or begin the swarm, and load the blocks; p2pd starts while the model is read."""
