@@ -14,7 +14,23 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from bench import directory, engine, faults, herd, joins, plans, process, simulated, speed, watched, wide
+from bench import (
+    directory,
+    engine,
+    faults,
+    herd,
+    joins,
+    moves,
+    placement,
+    plans,
+    process,
+    quantized,
+    simulated,
+    speed,
+    watched,
+    wide,
+    wire_codec,
+)
 from bench.children import ChildFailed
 from bench.figures import Figure, as_json
 from bench.setting import Setting
@@ -27,6 +43,7 @@ PARTS: dict[str, Part] = {
     "eight": speed.eight,
     "one": engine.one,
     "many": engine.many,
+    "quantized": quantized.quantized,
     "experts": engine.experts,
     "beside": engine.beside,
     "pinned": engine.pinned,
@@ -42,11 +59,15 @@ PARTS: dict[str, Part] = {
     "leave": wide.leave,
     "forget": faults.forget,
     "split": wide.split,
+    "narrow": wire_codec.narrow,
+    "codec": wire_codec.codec,
     "herd": herd.herd,
     "plans": plans.plans,
     "guesses": plans.guesses,
     "directory": directory.directory,
     "simulated": simulated.simulated,
+    "placement": placement.placement,
+    "moves": moves.moves,
     "watched": watched.watched,
     "memory": process.memory,
     "launch": process.launch,

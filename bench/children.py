@@ -124,6 +124,10 @@ class LocalModel(Child):
     def generate(self, ids: Sequence[int], new: int) -> Run:
         return as_run(self.ask({"do": "generate", "ids": list(ids), "new": new}))
 
+    def loss(self, texts: Sequence[Sequence[int]], codec: str, blocks: Sequence[int]) -> dict[str, Any]:
+        """See `bench/local_model.py`."""
+        return self.ask({"do": "loss", "texts": [list(ids) for ids in texts], "codec": codec, "blocks": list(blocks)})
+
 
 class Client(Child):
     """A `SwarmModel` in a process of its own, one torch thread for its head."""
@@ -136,9 +140,10 @@ class Client(Child):
         dtype: str = "float32",
         before: Sequence[str] = (),
         wait_s: float = 0.0,
+        wire: str = "exact",
     ):
-        """`wait_s`: how long it waits for blocks that nobody serves."""
-        super().__init__("bench.swarm_client", [model, join_code, dtype, str(wait_s)], folder, before)
+        """`wait_s`: how long it waits for blocks that nobody serves. `wire` as in `SwarmModel.connect`."""
+        super().__init__("bench.swarm_client", [model, join_code, dtype, str(wait_s), wire], folder, before)
         self.spent_ms: dict[str, float] = {}  # of a decode step in the last run, by what it was spent on
         try:
             self.next(START_S)

@@ -9,8 +9,9 @@ from contextlib import ExitStack, contextmanager
 from itertools import combinations
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from bench.children import ROOT, Client, LocalModel, make
+from bench.children import ROOT, Child, Client, LocalModel, make
 from bench.prompts import PROMPTS, long_ids
 from routing.simulation.scenario import BUSIEST, Fault, Scenario
 from swarm.local import LocalSwarm
@@ -123,6 +124,14 @@ class Setting:
             other.model = str(make_tiny("llama", other._folder / "tiny", layers=blocks, tokenizer=True))
             yield other
 
+    def losses(self) -> dict[str, Any]:
+        """What quantized weights change, by `bench.losses`."""
+        measuring = Child("bench.losses", [self.model], self._folder)
+        try:
+            return measuring.next()
+        finally:
+            measuring.close()
+
     def end_local(self) -> None:
         """Before memory is measured: pages that it shares with a peer would not be counted in full."""
         while self._locals:
@@ -160,11 +169,11 @@ class Setting:
             yield swarm
 
     @contextmanager
-    def wide_swarm(self, spans: Sequence[str], delay_ms: float) -> Iterator[LabSwarm]:
+    def wide_swarm(self, spans: Sequence[str], delay_ms: float, dtype: str = "float32") -> Iterator[LabSwarm]:
         """On hosts of their own, so far apart one way."""
         with (
             Lab(hosts=1 + len(spans), delay_ms=delay_ms) as lab,
-            LabSwarm(lab, self.model, spans, threads=1) as swarm,
+            LabSwarm(lab, self.model, spans, threads=1, dtype=dtype) as swarm,
         ):
             yield swarm
 
@@ -183,9 +192,11 @@ class Setting:
                 yield swarm
 
     @contextmanager
-    def client(self, swarm: LocalSwarm, dtype: str = "float32", wait_s: float = 0.0) -> Iterator[Client]:
+    def client(
+        self, swarm: LocalSwarm, dtype: str = "float32", wire: str = "exact", wait_s: float = 0.0
+    ) -> Iterator[Client]:
         before = swarm.lab.on(1) if isinstance(swarm, LabSwarm) else []
-        client = Client(self.model, swarm.join_code, self._folder, dtype, before, wait_s)
+        client = Client(self.model, swarm.join_code, self._folder, dtype, before, wait_s, wire=wire)
         try:
             yield client
         finally:

@@ -1,4 +1,4 @@
-"""`python -m bench.swarm_client MODEL CODE DTYPE WAIT_S`: the public `SwarmModel`, told by JSON lines what to do."""
+"""`python -m bench.swarm_client MODEL CODE DTYPE WAIT_S WIRE`: `SwarmModel`, told by JSON lines what to do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def main() -> None:
     threading.Thread(target=read, args=(requests, asyncio.get_running_loop(), work), daemon=True).start()
     # No round may be made easier by what the peers kept of one before.
     options: dict[str, Any] = {"dtype": sys.argv[3], "threads": 1, "share_prefixes": False}
-    options["wait_s"] = float(sys.argv[4])
+    options |= {"wait_s": float(sys.argv[4]), "wire": sys.argv[5]}
     async with SwarmModel.connect(sys.argv[1], join=sys.argv[2], **options) as model:
         say({"event": "ready"})
         while True:
@@ -66,6 +66,8 @@ async def one(model: SwarmModel, prompt: Sequence[int] | str, request: dict[str,
     ids: list[int] = []
     times: list[float] = []
     began, told = time.monotonic(), request["tell_at"] == 0
+    traffic = model._client._endpoint.traffic
+    before = traffic.bytes_out
     async with model.session(standby=request["standby"]) as session:
         session._session.healing.exclude(frozenset(request["without"]))
         stream = session.generate(
@@ -85,7 +87,12 @@ async def one(model: SwarmModel, prompt: Sequence[int] | str, request: dict[str,
         routes = [recovery.reason for recovery in session.recoveries]
         assert session.route is not None
         facts = {"began": began, "ids": ids, "times": times, "spent_ms": spent_ms(session.traces), "routes": routes}
-        return facts | {"route": [hop.peer_id for hop in session.route]}
+        route, codecs = [hop.peer_id for hop in session.route], session._session.driver.codecs
+        return facts | {
+            "route": route,
+            "codecs": [codec.name for codec in codecs.values()],
+            "sent": traffic.bytes_out - before,  # by this process, to anybody
+        }
 
 
 async def beside(model: SwarmModel, request: dict[str, Any]) -> dict[str, Any]:

@@ -45,8 +45,12 @@ def serve(
         str | None, typer.Option(help="join code of the swarm (-: read from stdin); without it a new swarm begins")
     ] = None,
     blocks: Annotated[
-        str | None, typer.Option(metavar="A:B", help="blocks to serve; without it the least covered that fit")
+        str | None, typer.Option(metavar="A:B", help="blocks to serve; without it what the swarm lacks most, as fits")
     ] = None,
+    most_blocks: Annotated[int | None, typer.Option(metavar="N", help="blocks at most, without --blocks")] = None,
+    rebalance: Annotated[
+        float, typer.Option(metavar="S", help="without --blocks: look as often whether others need it more; 0: never")
+    ] = 120.0,
     host: Annotated[str, typer.Option(help="address to listen on (:: for IPv6)")] = "0.0.0.0",
     port: Annotated[int, typer.Option(help="port for other peers and clients; 0: the system chooses")] = 0,
     dht_port: Annotated[int, typer.Option(help="port of the swarm's directory; 0: the system chooses")] = 0,
@@ -54,6 +58,9 @@ def serve(
         list[str], typer.Option(help="address:port to tell others instead of this machine's own; may be repeated")
     ] = [],  # noqa: B006
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    quantize: Annotated[
+        str, typer.Option(help="weights in none, int8, int4, nf4, or auto: int8 where that is faster")
+    ] = "none",
     region: Annotated[
         str, typer.Option(metavar="NAME", help="the data region this peer is in, told to clients, as eu or us-east")
     ] = "",
@@ -95,11 +102,14 @@ def serve(
             model=model,
             join=join,
             blocks=span,
+            most_blocks=most_blocks,
+            rebalance_s=rebalance,
             host=host,
             port=port,
             dht_port=dht_port,
             announce=tuple(announce),
             dtype=dtype,
+            quantize=quantize,
             region=region,
             device=device,
             threads=threads,
@@ -152,7 +162,7 @@ async def _serve(config, console: Console, until_stdin_closes: bool) -> None:
     if until_stdin_closes:
         loop.add_reader(sys.stdin.fileno(), on_input)
     with console.progress("joining the swarm" if config.join else "beginning a swarm") as progress:
-        node = Node(config, progress, lambda notice: _tell(notice, console))
+        node = Node(config, progress, lambda notice: _tell(notice, console), lambda span: _moved(span, console))
         await node.__aenter__()
     started = True
     try:
@@ -185,13 +195,20 @@ def _tell(notice, console: Console) -> None:
         console.note(f"{notice.message}: {notice.advice}" if notice.advice else notice.message, style="")
 
 
+def _moved(span: Span, console: Console) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        console.event({"event": "moved", "span": str(span)})
+        console.note(f"serving blocks {span} now: the swarm needs them more", style="")
+
+
 def _announce(serving, model: str, console: Console) -> None:
     facts = asdict(serving)
     facts["span"] = str(serving.span)
     console.event({"event": "serving", **facts})
     console.say(f"serving blocks {serving.span} of {serving.n_blocks} as {serving.peer_id}")
     mib = serving.weights_bytes / 2**20
-    console.say(f"at {serving.address}; weights {mib:.0f} MiB, room for {serving.cache_positions:,} tokens of context")
+    weights, room = f"{mib:.0f} MiB ({serving.dtype})", f"{serving.cache_positions:,} tokens of context"
+    console.say(f"at {serving.address}; weights {weights}, room for {room}")
     if serving.metrics:
         console.say(f"metrics at {serving.metrics}")
     console.say("join code:")

@@ -1,6 +1,9 @@
 """Owns the blocks of a span in memory: the library's own decoder layers with just their weights. Knows no
 session.
 
+With a quantization every linear layer's weight is packed when it is loaded; what is no linear layer (norms, biases,
+routers, a mixture's experts) stays in the dtype. On a CPU that is `swarm/quantized.py`, elsewhere bitsandbytes.
+
 Layers are built on the meta device and given their tensors block by block, so that no more than the span plus
 one block is ever in memory. What the library computes at start and never stores (rotary frequencies) is
 computed here.
@@ -8,15 +11,18 @@ computed here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from peer.attention import NAME as ATTENTION
 from peer.cache import CacheBudget, CacheShape, SeatCache
+from peer.cuda import quantized_linear
 from peer.fused import FusedBlocks
 from routing.errors import BadInput, DamagedWeights
 from routing.types import Span
@@ -25,6 +31,7 @@ from swarm.families import Family, text_config
 from swarm.few_rows import FewRows, FewRowsLinear, FewRowsNorm
 from swarm.memory import Arena, placed_bytes
 from swarm.progress import Progress, silent
+from swarm.quantized import NONE, row_bytes
 
 FIRST_TABLE = 512  # positions
 Stretch = tuple[int, int, bool]  # positions [start, end) of a sequence, and whether it is in longrope's long regime
@@ -115,31 +122,34 @@ class Blocks:
         device: torch.device | str = "cpu",
         progress: Progress = silent,
         *,
+        quantization: str = NONE,
         check: Callable[[Sequence[str]], None] | None = None,
     ) -> Blocks:
         """Reads the tensors of `span` and nothing else. `check`, if given, is called with the names of each
         block before they are loaded (it raises if they differ from the manifest).
 
-        Raises BadInput (no such blocks), DamagedWeights.
+        Raises BadInput (no such blocks), DamagedWeights, StartError (the device cannot do `quantization`).
         """
         config = _runtime_config(checkpoint.config)
         if span.end > family.n_blocks(config):
             raise BadInput(f"there are no blocks {span}: the model has {family.n_blocks(config)}")
         available = checkpoint.tensor_names()
         layers = [family.build_block(config, index) for index in _range(span)]  # without weights yet
-        on_cpu, few_rows = torch.device(device).type == "cpu", FewRows(dtype)
-        arena = Arena(sum(_arena_bytes(layer, dtype) for layer in layers)) if on_cpu else None
+        stored_as = dtype if quantization == NONE else torch.float32  # what is rounded twice is off the grid of a file
+        on_cpu, few_rows = torch.device(device).type == "cpu", FewRows(dtype, packed=quantization != NONE)
+        arena = Arena(sum(map(placed_bytes, _sizes(layers, dtype, quantization)))) if on_cpu else None
         for index, layer in zip(_range(span), layers, strict=True):
             names = family.block_tensors(config, index, available)
             if check is not None:
                 check(names)
-            stored = checkpoint.load(names, dtype)
+            stored = checkpoint.load(names, stored_as)
             tensors = family.assemble(config, index, stored)
+            _give_weights(layer, tensors, index, "cpu" if quantization != NONE else device)
+            if quantization != NONE:
+                _quantize(layer, quantization, few_rows, dtype, device)
             if arena is not None:
-                tensors = {name: arena.place(tensor) for name, tensor in tensors.items()}
-            _give_weights(layer, tensors, index, device)
-            if on_cpu:
                 _use_few_rows(layer, few_rows)
+                _place(layer, arena)
             progress(f"loading blocks {span}", index + 1 - span.start, len(span))
         kinds = tuple(family.rotary_kind(config, index) for index in _range(span))
         shape = cache_shape(config, family, dtype, device)
@@ -155,7 +165,7 @@ class Blocks:
             shape=shape,
             few_rows=few_rows,
             fused=FusedBlocks(layers, kinds, rotary.rows, span.start, shape, windows),
-            block_bytes=tuple(_bytes_of(layer, None) for layer in layers),
+            block_bytes=tuple(sum(each.nbytes for each in layer.parameters()) for layer in layers),
             windows=windows,
         )
 
@@ -164,10 +174,10 @@ class Blocks:
         """Bytes of all weights."""
         return sum(self.block_bytes)
 
-    def linear_weights(self) -> list[torch.Tensor]:
-        """The weights of all products that choose their kernel by the number of rows."""
-        linears = (module for layer in self.layers for module in layer.modules())
-        return [module.weight for module in linears if isinstance(module, FewRowsLinear)]
+    def linears(self) -> list[FewRowsLinear]:
+        """All products that choose their kernel by the number of rows."""
+        modules = (module for layer in self.layers for module in layer.modules())
+        return [module for module in modules if isinstance(module, FewRowsLinear)]
 
     def seat(self, entry: int, exit: int, budget: CacheBudget | None = None) -> SeatCache:
         """Empty memory for a session that runs blocks `[entry, exit)` of this span. Raises BadInput."""
@@ -176,9 +186,17 @@ class Blocks:
         return SeatCache(entry, exit, self.shape, budget, self.windows)
 
 
-def estimated_block_bytes(config: PreTrainedConfig, family: Family, index: int, dtype: torch.dtype) -> int:
-    """What block `index` will take in memory, exactly, before anything is read."""
-    return _bytes_of(family.build_block(_runtime_config(config), index), dtype)
+def estimated_block_bytes(
+    config: PreTrainedConfig, family: Family, index: int, dtype: torch.dtype, quantization: str = NONE
+) -> int:
+    """What block `index` will take in a CPU's memory, exactly, before anything is read."""
+    return sum(_sizes([family.build_block(_runtime_config(config), index)], dtype, quantization))
+
+
+def linear_shapes(config: PreTrainedConfig, family: Family, index: int) -> list[tuple[int, int]]:
+    """(outputs, inputs) of the linear layers of block `index`."""
+    layer = family.build_block(_runtime_config(config), index)
+    return [(linear.out_features, linear.in_features) for linear in map(_as_linear, (c for _, _, c in _linears(layer)))]
 
 
 def cache_shape(
@@ -220,22 +238,64 @@ def _give_weights(
     assert not any(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers()))
 
 
-def _use_few_rows(layer: torch.nn.Module, few_rows: FewRows) -> None:
+def _linears(layer: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Linear | Conv1D]]:
+    """(parent, name, product) of those that the library has as layers of their own."""
     for parent in list(layer.modules()):
-        for name, child in parent.named_children():
-            if type(child) is torch.nn.Linear:
-                setattr(parent, name, FewRowsLinear.sharing(child, few_rows))
-            elif type(child).__name__.endswith("RMSNorm"):
-                setattr(parent, name, FewRowsNorm.of(child))
+        for name, child in list(parent.named_children()):
+            if type(child) in (torch.nn.Linear, Conv1D):
+                yield parent, name, cast(torch.nn.Linear | Conv1D, child)
+
+
+def _quantize(
+    layer: torch.nn.Module, quantization: str, few_rows: FewRows, dtype: torch.dtype, device: torch.device | str
+) -> None:
+    for parent, name, child in _linears(layer):
+        linear = _as_linear(child)
+        if torch.device(device).type == "cpu":
+            setattr(parent, name, FewRowsLinear.packing(linear, few_rows, quantization))
+        else:
+            setattr(parent, name, quantized_linear(linear, quantization, dtype))
+    layer.to(dtype)  # what is floating-point yet
+    layer.to(device)
+
+
+def _as_linear(product: torch.nn.Linear | Conv1D) -> torch.nn.Linear:
+    """gpt2's Conv1D is a linear layer with its weight transposed."""
+    if isinstance(product, torch.nn.Linear):
+        return product
+    inputs, outputs = product.weight.shape
+    with torch.device("meta"):
+        linear = torch.nn.Linear(inputs, outputs)
+    linear.weight, linear.bias = torch.nn.Parameter(product.weight.T, requires_grad=False), product.bias
+    return linear
+
+
+def _use_few_rows(layer: torch.nn.Module, few_rows: FewRows) -> None:
+    for parent, name, child in _linears(layer):
+        if isinstance(child, torch.nn.Linear):
+            setattr(parent, name, FewRowsLinear.sharing(child, few_rows))
+    for parent in list(layer.modules()):
+        for name, norm in list(parent.named_children()):
+            if type(norm).__name__.endswith("RMSNorm"):
+                setattr(parent, name, FewRowsNorm.of(norm))
+
+
+def _place(layer: torch.nn.Module, arena: Arena) -> None:
+    for parameter in layer.parameters():
+        parameter.data = arena.place(parameter.data)
 
 
 def _range(span: Span) -> range:
     return range(span.start, span.end)
 
 
-def _arena_bytes(layer: torch.nn.Module, dtype: torch.dtype) -> int:
-    return sum(placed_bytes(parameter.numel() * dtype.itemsize) for parameter in layer.parameters())
-
-
-def _bytes_of(layer: torch.nn.Module, dtype: torch.dtype | None) -> int:
-    return sum(p.numel() * (dtype.itemsize if dtype else p.element_size()) for p in layer.parameters())
+def _sizes(layers: Sequence[torch.nn.Module], dtype: torch.dtype, quantization: str) -> Iterator[int]:
+    """Bytes of each parameter of layers without weights, once they are loaded on a CPU."""
+    for layer in layers:
+        packed = {id(child.weight): child for _, _, child in _linears(layer)} if quantization != NONE else {}
+        for parameter in layer.parameters():
+            if id(parameter) in packed:
+                outputs, inputs = _as_linear(packed[id(parameter)]).weight.shape
+                yield outputs * row_bytes(inputs, quantization)
+            else:
+                yield parameter.numel() * dtype.itemsize

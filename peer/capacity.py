@@ -84,7 +84,7 @@ class Memory:
         limit = f", and --max-memory allows {_mib(self.limit_bytes)}" if self.limit_bytes is not None else ""
         return NotEnoughMemory(
             f"{what}{cache}; {_mib(self.free_bytes)} are free{limit}",
-            advice="Free some memory, allow more, serve fewer blocks (--blocks A:B), or use --dtype bfloat16.",
+            advice="Free some memory, serve fewer blocks (--blocks A:B), or use --dtype bfloat16 or --quantize int4.",
         )
 
 

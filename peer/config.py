@@ -7,23 +7,30 @@ from pathlib import Path
 
 import torch
 
-from peer.devices import AUTO, choose_device
+from peer import devices
 from routing.errors import BadInput
 from routing.types import Span, parse_region
 from swarm.codec import COMPUTE_DTYPES
 from swarm.link import Heartbeat
+from swarm.quantized import NONE, QUANTIZATIONS
+
+AUTO = devices.AUTO  # the best that is here
+QUANTIZE = (NONE, *QUANTIZATIONS, AUTO)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerConfig:
     model: str
     join: str | None = None  # None: begin a new swarm
-    blocks: Span | None = None  # None: the least covered span that fits
+    blocks: Span | None = None  # None: what the swarm lacks most, as much as fits
+    most_blocks: int | None = None  # None: as many as fit
+    rebalance_s: float = 120.0  # without `blocks`: look as often, about, whether others need this peer more; 0: never
     host: str = "0.0.0.0"  # address to listen on, of the data plane and of the DHT
     port: int = 0  # data plane; 0: the system chooses
     dht_port: int = 0
     announce: tuple[str, ...] = ()  # addresses to tell others instead of this machine's own
     dtype: str = "float32"
+    quantize: str = NONE  # of the weights of linear layers; auto: see peer/quantizing.py
     region: str = ""  # the data region that others are told; empty: none
     device: str = AUTO  # then the one that was found
     threads: int | None = None  # cores for computing; None: all, or a share beside other peers on the machine
@@ -40,9 +47,11 @@ class PeerConfig:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "device", choose_device(self.device))
+        object.__setattr__(self, "device", devices.choose_device(self.device))
         if self.dtype not in COMPUTE_DTYPES:
             raise BadInput(f"dtype {self.dtype!r} is not known; choose one of {', '.join(COMPUTE_DTYPES)}")
+        if self.quantize not in QUANTIZE:
+            raise BadInput(f"quantization {self.quantize!r} is not known; choose one of {', '.join(QUANTIZE)}")
         if self.region:
             parse_region(self.region)
         if self.threads is not None and self.threads < 1:
@@ -55,6 +64,10 @@ class PeerConfig:
             raise BadInput("the cache needs at least 1 MiB")
         if self.max_memory_bytes is not None and self.max_memory_bytes < 1 << 20:
             raise BadInput("a peer needs at least 1 MiB of memory")
+        if self.most_blocks is not None and self.most_blocks < 1:
+            raise BadInput(f"a peer serves at least one block, not {self.most_blocks}")
+        if not 0 <= self.rebalance_s < 1e6:
+            raise BadInput(f"rebalance_s is some seconds, or 0 for never; not {self.rebalance_s}")
         if not 1 <= self.renew_s <= 15:
             raise BadInput("records must be renewed every 1 to 15 seconds")
 

@@ -106,7 +106,7 @@ class Following:
                 self._go_back_to(frame)
                 if frame.end <= seat.position:
                     return
-                frame = _rest(frame, max(frame.start, seat.position), seat.session.row_bytes)
+                frame = _rest(frame, max(frame.start, seat.position))
         if (frame.start, name_at(frame.names, 0)) == self.tip():
             self.ahead.append(frame)
         else:
@@ -171,11 +171,12 @@ class Following:
             seat.session.send(seat.session.stood_by(seat.hop), frame)
 
 
-def _rest(frame: Frame, start: int, row_bytes: int) -> Frame:
+def _rest(frame: Frame, start: int) -> Frame:
     """The frame from `start` on."""
     skip = start - frame.start
     if skip == 0:
         return frame
     coded = isinstance(frame.rows, bytes | bytearray | memoryview)
+    row_bytes = len(frame.rows) // (frame.end - frame.start) if coded else 0
     rows = memoryview(frame.rows)[skip * row_bytes :] if coded else frame.rows[skip:]
     return replace(frame, start=start, names=frame.names[skip * NAME_BYTES :], rows=rows)

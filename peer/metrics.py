@@ -40,11 +40,12 @@ class Metrics(Collector):
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._sources: list[Callable[[], Iterable[Metric]]] = []
+        self._of_service: list[Callable[[], Iterable[Metric]]] = []
         ProcessCollector(registry=self._registry)  # memory, processor seconds, open files, by their usual names
         self._registry.register(self)
 
     def collect(self) -> Families:
-        for source in self._sources:
+        for source in (*self._of_service, *self._sources):
             yield from source()
 
     def page(self) -> bytes:
@@ -52,8 +53,8 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def watch_service(self, service: Service, traffic: Traffic) -> None:
-        """Sessions, cache, passes, links."""
-        self._sources += [
+        """Sessions, cache, passes, links; called again, of another service instead."""
+        self._of_service = [
             lambda: _sessions(service),
             lambda: _cache(service),
             lambda: _work(service),

@@ -21,13 +21,18 @@ from peer.borrowed import Borrowed
 from peer.cache import CacheBudget
 from peer.capacity import Memory, Speed, free_memory, measure
 from peer.config import PeerConfig
+from peer.cuda import check_device
 from peer.measured import measured, setting_of
 from peer.outside import Outside
+from peer.quantizing import choose
+from peer.rebalancing import Rebalancing
 from peer.scrape import MetricsServer
 from peer.service import Service
-from routing.errors import BadInput, ModelNotFound
-from routing.placement import least_covered_span
+from peer.succession import Succession
+from routing.errors import BadInput, ModelNotFound, NotEnoughMemory
+from routing.placement import best_span
 from routing.reach import Notice
+from routing.rebalancing import with_leases
 from routing.types import PeerRecord, PeerState, Span
 from routing.view import RecordsSeen, View, apply
 from swarm import manifest as manifests
@@ -43,10 +48,12 @@ from swarm.families import Family, family_of, text_config
 from swarm.hive import Hive
 from swarm.identity import Identity
 from swarm.joincode import JoinCode
+from swarm.leases import Leases
 from swarm.lending import lend
 from swarm.p2pd import refuse_taken_port
 from swarm.paths import earlier_peers, free_peer_key, held
 from swarm.progress import Progress, silent
+from swarm.quantized import NONE
 from swarm.reach import Doorbell
 from swarm.records import RecordPolicy
 from swarm.transport import Endpoint
@@ -69,6 +76,7 @@ class Serving:
     join_code: str
     address: str
     weights_bytes: int
+    dtype: str  # that its blocks compute in, and how their weights are quantized
     cache_positions: int
     speed: Speed  # of one block, when it began to serve
     metrics: str | None = None  # the address of the page for Prometheus
@@ -77,9 +85,16 @@ class Serving:
 class Node:
     """`async with Node(config) as node:` serves until it is left."""
 
-    def __init__(self, config: PeerConfig, progress: Progress = silent, tell: Callable[[Notice], None] | None = None):
-        """`tell` is called with what the owner should know of this peer's reachability."""
-        self.config, self._progress, self._tell = config, progress, tell or _nobody
+    def __init__(
+        self,
+        config: PeerConfig,
+        progress: Progress = silent,
+        tell: Callable[[Notice], None] | None = None,
+        moved: Callable[[Span], None] | None = None,
+    ):
+        """`tell` is called with what the owner should know of this peer's reachability, `moved` when it serves other
+        blocks than before."""
+        self.config, self._progress, self._tell, self._moved = config, progress, tell or _nobody, moved or _nobody
         self._stack = AsyncExitStack()
         self._key_path: Path
         self._identity: Identity
@@ -88,12 +103,16 @@ class Node:
         self._borrowed: Borrowed | None = None  # where the model is not on this disk
         self._family: Family
         self._n_blocks = 0
+        self._quantization = NONE
         self._manifest: manifests.Manifest
         self._fingerprint = b""
         self._hive: Hive
         self._directory: Directory
+        self._leases: Leases
         self._span: Span
+        self._capacity = 0  # blocks, if it may choose
         self._service: Service
+        self._succession: Succession
         self._announcer: Announcer
         self._outside: Outside
         self._metrics: Metrics | None = None
@@ -105,6 +124,7 @@ class Node:
     async def __aenter__(self) -> Node:
         if self.config.direct and self.config.port:
             refuse_taken_port(self.config.host, self.config.port)  # now, not when all weights are loaded
+        check_device(self.config.quantize, self.config.device)
         async with AsyncExitStack() as stack:
             await self._open_metrics(stack)
             self._take_identity(stack)
@@ -121,7 +141,9 @@ class Node:
 
     async def run(self) -> None:
         """Keep the record alive until cancelled. Raises SwarmError if the service fails."""
-        works = self._announcer.run(), self._service.watch(), self._outside.run()
+        works = [self._announcer.run(), self._succession.watch(), self._outside.run()]
+        if self._capacity and self.config.rebalance_s:
+            works.append(self._rebalancing().run(self.config.rebalance_s))
         tasks = [asyncio.ensure_future(work) for work in works]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -135,7 +157,7 @@ class Node:
     @property
     def sessions(self) -> int:
         """Sessions of clients that are used now."""
-        return self._service.sessions
+        return self._succession.sessions
 
     async def hand_over(self) -> None:
         """Before it is left: no new sessions, and time for the clients to move those that are here. `run` goes on
@@ -144,7 +166,7 @@ class Node:
             return
         self._state = PeerState.DRAINING
         self._announcer.renew_soon()
-        await self._service.hand_over()
+        await self._succession.hand_over()
 
     # -- start -----------------------------------------------------------------------------------------------
 
@@ -182,6 +204,8 @@ class Node:
             if starting:
                 failed.push_async_callback(starting.undo)
             absent = await asyncio.to_thread(self._open_model, join is not None)
+            if absent is None:
+                await self._choose_quantization()
             if join is None or starting is None:
                 return await self._found(stack)
             self._fingerprint = join.fingerprint
@@ -192,7 +216,8 @@ class Node:
         if absent is not None:
             self._borrowed = Borrowed(self._hive, join, self._manifest, absent)
             self._use(await self._borrowed.open_model(stack))
-        self._directory = self._open_directory()
+            await self._choose_quantization()
+        self._open_directory()
         self._span = await self._choose()
         return await self._load_announced(stack)
 
@@ -203,10 +228,8 @@ class Node:
         announcer.renew_soon()
         announcing = asyncio.create_task(announcer.run())
         try:
-            if self._borrowed is not None:
-                records = await self._directory.refresh()
-                await self._borrowed.fetch(self._checkpoint, self._family, self._span, records, self._progress)
-            return await self._thread.run(self._load, self._check)
+            await self._fetch(self._span)
+            return await self._thread.run(self._load, self._span, self._check)
         finally:
             announcing.cancel()
             await asyncio.gather(announcing, return_exceptions=True)
@@ -219,11 +242,11 @@ class Node:
         starting = Starting(self._start_hive((), self._fingerprint))
         async with AsyncExitStack() as failed:
             failed.push_async_callback(starting.undo)
-            blocks = await self._thread.run(self._load, None)
+            blocks = await self._thread.run(self._load, self._span, None)
             self._hive = await starting.result()
             failed.pop_all()
         stack.push_async_callback(self._hive.close)
-        self._directory = self._open_directory()
+        self._open_directory()
         return blocks
 
     def _open_model(self, others_may_have_it: bool) -> ModelNotFound | None:
@@ -235,6 +258,9 @@ class Node:
                 raise
             return error
         return None
+
+    async def _choose_quantization(self) -> None:
+        self._quantization = await choose(self.config, self._checkpoint.config, self._family, self._thread)
 
     def _use(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -259,12 +285,14 @@ class Node:
             raise
         return hive
 
-    def _open_directory(self) -> Directory:
+    def _open_directory(self) -> None:
         sequences = Sequences.beside(self._key_path)
-        return Directory(self._hive, self._identity, self._fingerprint, self._n_blocks, sequences=sequences)
+        hive, identity, swarm_id = self._hive, self._identity, self._fingerprint
+        self._directory = Directory(hive, identity, swarm_id, self._n_blocks, sequences=sequences)
+        self._leases = Leases(hive, identity, swarm_id, sequences)
 
     async def _choose(self) -> Span:
-        """The span asked for, else the least covered that fits; a founder knows that nothing is covered yet."""
+        """The span asked for, else what the swarm lacks most; a founder knows that nothing is covered yet."""
         wanted = self.config.blocks
         if wanted is not None:
             if wanted.end > self._n_blocks:
@@ -274,51 +302,64 @@ class Node:
         view, now = View({}, self._n_blocks), 0.0
         if self.config.join:
             now = self._hive.dht_time()
-            view = apply(view, RecordsSeen(await self._directory.refresh()))
-        capacity = min(self._n_blocks, self._memory().blocks_that_fit(self._block_bytes()))
-        return least_covered_span(view, self._n_blocks, capacity, now)
+            records, leases = await asyncio.gather(self._directory.refresh(), self._leases.read())
+            view = with_leases(apply(view, RecordsSeen(records)), leases)
+        fit = self._memory().blocks_that_fit(self._block_bytes())
+        self._capacity = min(self._n_blocks, fit, self.config.most_blocks or fit)
+        return best_span(view, self._n_blocks, self._capacity, now)
 
     def _block_bytes(self) -> int:
-        """The largest of some blocks."""
-        config = self._checkpoint.config
-        some = range(0, self._n_blocks, max(1, self._n_blocks // 4))
-        return max(estimated_block_bytes(config, self._family, i, self.config.torch_dtype) for i in some)
+        """Of the greatest of some blocks, in memory."""
+        config, some = self._checkpoint.config, range(0, self._n_blocks, max(1, self._n_blocks // 4))
+        dtype, quantization = self.config.torch_dtype, self._quantization
+        return max(estimated_block_bytes(config, self._family, i, dtype, quantization) for i in some)
 
-    def _memory(self) -> Memory:
-        config = self.config
-        free = free_memory(config.device)
-        return Memory(free_bytes=free, limit_bytes=config.max_memory_bytes, cache_bytes=config.cache_bytes)
+    def _memory(self, taken_bytes: int = 0) -> Memory:
+        """`taken_bytes`: of the owner's limit."""
+        config, limit = self.config, self.config.max_memory_bytes
+        return Memory(
+            free_bytes=free_memory(config.device),
+            limit_bytes=None if limit is None else max(0, limit - taken_bytes),
+            cache_bytes=config.cache_bytes,
+        )
+
+    async def _fetch(self, span: Span) -> None:
+        """The weights of `span` from other peers, where the model is not on this disk."""
+        if self._borrowed is not None:
+            records = await self._directory.refresh()
+            await self._borrowed.fetch(self._checkpoint, self._family, span, records, self._progress)
 
     def _check(self, names: Sequence[str]) -> None:
         """Tensors of a swarm that was joined must be those of its manifest; a founder's have just made it."""
         manifests.check(self._checkpoint, names, self._manifest)
 
-    def _load(self, check: Callable[[Sequence[str]], None] | None) -> Blocks:
+    def _load(self, span: Span, check: Callable[[Sequence[str]], None] | None) -> Blocks:
         config = self.config
         return Blocks.load(
             self._checkpoint,
             self._family,
-            self._span,
+            span,
             config.torch_dtype,
             config.device,
             self._progress,
+            quantization=self._quantization,
             check=check,
         )
 
     async def _serve(self, stack: AsyncExitStack, blocks: Blocks) -> None:
         config, hive, peer_id = self.config, self._hive, self._identity.peer_id
-        budget = CacheBudget(self._memory().for_cache(blocks.nbytes))
         speed = await self._thread.run(self._measured, blocks)
-        self._service = Service(me=peer_id, blocks=blocks, budget=budget, thread=self._thread, speed=speed)
-        stack.push_async_callback(self._service.close)
+        self._service = self._make_service(blocks, speed)
+        self._succession = Succession(self._service)
+        stack.push_async_callback(self._succession.close)
         endpoint = self._endpoint = Endpoint(
             identity=self._identity,
             role="peer",
-            handler=self._service,
+            handler=self._succession,
             heartbeat=config.heartbeat,
             streams=hive,
             direct=config.direct,
-            active=lambda: self._service.computed_sessions,
+            active=lambda: self._succession.computed_sessions,
         )
         await stack.enter_async_context(endpoint)
         if config.direct:
@@ -349,14 +390,61 @@ class Node:
             join_code=code.encode(),
             address=", ".join(self._addresses) or "only through the swarm's own network",
             weights_bytes=blocks.nbytes,
-            cache_positions=self._positions(budget.limit_bytes),
+            dtype=self._dtype,
+            cache_positions=self._positions(self._service.budget.limit_bytes),
             speed=speed,
             metrics=self._metrics_url,
         )
 
+    @property
+    def _dtype(self) -> str:
+        """As records state it."""
+        return self.config.dtype if self._quantization == NONE else f"{self.config.dtype}/{self._quantization}"
+
     def _measured(self, blocks: Blocks) -> Speed:
-        setting = setting_of(blocks, self._fingerprint, self.config.dtype)
+        setting = setting_of(blocks, self._fingerprint, self._dtype)
         return measured(blocks, setting, self._checkpoint.cache_dir / "measured", measure)
+
+    def _make_service(self, blocks: Blocks, speed: Speed) -> Service:
+        budget = CacheBudget(self._memory().for_cache(blocks.nbytes))
+        return Service(me=self._identity.peer_id, blocks=blocks, budget=budget, thread=self._thread, speed=speed)
+
+    # -- other blocks ----------------------------------------------------------------------------------------
+
+    def _rebalancing(self) -> Rebalancing:
+        return Rebalancing(
+            me=self._identity.peer_id,
+            n_blocks=self._n_blocks,
+            capacity=self._capacity,
+            directory=self._directory,
+            leases=self._leases,
+            clock=self._hive.dht_time,
+            load=self._load_beside,
+            switch=self._switch,
+        )
+
+    async def _load_beside(self, span: Span) -> Blocks:
+        """Off the compute thread, which goes on serving. Raises NotEnoughMemory if both spans do not fit: then the old
+        one stays, since nobody is to notice a move."""
+        taken = self._service.blocks.nbytes + self._service.budget.used_bytes
+        if self._memory(taken).blocks_that_fit(self._block_bytes()) < len(span):
+            raise NotEnoughMemory(f"blocks {span} do not fit beside {self._span}")
+        await self._fetch(span)
+        return await asyncio.to_thread(self._load, span, self._check)
+
+    async def _switch(self, blocks: Blocks) -> None:
+        """Serve other blocks, and hand over the sessions that need the old ones."""
+        if self._state is not PeerState.SERVING:
+            return
+        load = self._service.load  # the machine is the same, and so is a block
+        self._service = self._make_service(blocks, Speed(decode={1: load.decode_s}, prefill={1: load.prefill_s}))
+        self._span = blocks.span
+        self._succession.succeed(self._service, self._endpoint)
+        if self._metrics is not None:
+            self._metrics.watch_service(self._service, self._endpoint.traffic)
+        self._announcer.renew_soon()
+        self._moved(blocks.span)
+        await self._succession.retire()
 
     # -- what others see -------------------------------------------------------------------------------------
 
@@ -379,7 +467,7 @@ class Node:
             cache_free=self._positions(service.free_cache_bytes),
             cache_total=self._positions(service.budget.limit_bytes),
             place=place if (place := self._endpoint.coordinates.coordinate).known else None,
-            dtype=self.config.dtype,
+            dtype=self._dtype,
             region=self.config.region.lower(),
         )
 
@@ -396,7 +484,7 @@ class Node:
         return nbytes // self._service.blocks.shape.position_bytes(len(self._span))
 
 
-def _nobody(notice: Notice) -> None:
+def _nobody(_: object) -> None:
     pass
 
 

@@ -1,8 +1,9 @@
 """What closed sessions leave: content that the next session of the same client need not send or compute again.
 
 A question after another under one system prompt, the next turn of a chat, the best of several answers. Found by names,
-so only the client that knows the tokens finds it, and only under the same root (codec, scope). Kept until somebody
-needs the room, some minutes at most. Sans-IO.
+so only the client that knows the tokens finds it, and only under the same root (codec, scope). What lost something on
+the wire is found only by those who lose as much (numeric class). Kept until somebody needs the room, some minutes at
+most. Sans-IO.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Kept:
     names: bytes
     store: SeatStore
     at: float
+    numeric_class: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,21 +52,33 @@ class Prefixes:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, client_id: PeerId, key: tuple[int, int], names: bytes, store: SeatStore, now: float) -> None:
+    def keep(
+        self,
+        client_id: PeerId,
+        key: tuple[int, int],
+        names: bytes,
+        store: SeatStore,
+        now: float,
+        numeric_class: int = 0,
+    ) -> None:
         """Takes over `store`, which holds what `names` say, from position 0 on."""
         if count(names) < LEAST:
             store.evict()
             return
         for other in list(self._of(client_id, key)):
-            if common_prefix(other.names, names) == count(other.names):
+            covered = common_prefix(other.names, names) == count(other.names)
+            if covered and numeric_class <= other.numeric_class:
                 self._drop(other)  # all of it is in the new one
-        self._kept.append(Kept(client_id, key, names, store, now))
+        self._kept.append(Kept(client_id, key, names, store, now, numeric_class))
         if len(self._kept) > MOST:
             self.drop_oldest()
 
-    def find(self, client_id: PeerId, key: tuple[int, int], names: bytes, now: float) -> Donor | None:
-        """What holds the longest prefix of `names`."""
-        best = max(self._of(client_id, key), key=lambda kept: common_prefix(kept.names, names), default=None)
+    def find(
+        self, client_id: PeerId, key: tuple[int, int], names: bytes, now: float, most_class: int = 0
+    ) -> Donor | None:
+        """What holds the longest prefix of `names`, of that numeric class at most."""
+        able = [kept for kept in self._of(client_id, key) if kept.numeric_class <= most_class]
+        best = max(able, key=lambda kept: common_prefix(kept.names, names), default=None)
         donor = None if best is None else Donor.of(best.names, best.store, names, best)
         if best is not None and donor is not None:
             self._kept.remove(best)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from peer.following import WORTH_SWITCHING, Following
 from peer.pulling import digest
-from swarm.frames import ALWAYS, Codec, Frame, FrameType, HopTiming, Open, Pages, StepNote
+from swarm.frames import ALWAYS, Frame, FrameType, HopTiming, Open, Pages, StepNote
 from swarm.names import NAME_BYTES, common_positions, common_prefix, count, name_at
 
 if TYPE_CHECKING:
@@ -389,6 +389,7 @@ class Seat:
         self._send_rows(FrameType.STEP, self.hop + 1, start, end, onward)
 
     def _send_rows(self, kind: FrameType, hop: int, start: int, end: int, note: StepNote) -> None:
+        assert self.hop is not None
         last = hop == len(self.session.route) and kind is FrameType.STEP
         for at in range(start, end, self.session.chunk):
             to = min(at + self.session.chunk, end)
@@ -399,7 +400,7 @@ class Seat:
                 start=at,
                 end=to,
                 epoch=self.session.epoch,
-                codec=Codec(self.session.codec),
+                codec=self.session.codec_from(self.hop),
                 names=bytes(self.names[at * NAME_BYTES : (to + 1) * NAME_BYTES]),
                 note=note,
                 rows=self.store.rows(first, to) if first < to else b"",

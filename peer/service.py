@@ -28,7 +28,7 @@ from peer.sessions import SessionTable
 from routing.errors import BadInput, Overloaded, ProtocolError, SwarmError, TimedOut, Unreachable
 from routing.types import PeerId
 from swarm import native
-from swarm.codec import decode_rows, encode_rows, row_bytes
+from swarm.codec import decode_rows, encode_rows, loses, row_bytes
 from swarm.compute import ComputeThread
 from swarm.frames import Codec, Frame, FrameType, HopTiming, Problem
 from swarm.link import Link
@@ -122,6 +122,7 @@ class Service:
         self._links: set[Link] = set()
         self._acting = False
         self.passes = 0
+        self.beside: Service | None = None  # of this peer, with the same links, while it moves to other blocks
         hidden = blocks.shape.hidden
         self.table = SessionTable(
             me=me,
@@ -240,6 +241,8 @@ class Service:
 
     def _to_peer(self, peer_id: PeerId, frame: Frame) -> None:
         if peer_id == self.me:  # two hops of one route in a row: handed over without the wire
+            if isinstance(frame.rows, torch.Tensor) and loses(frame.codec, frame.rows.dtype):
+                frame.rows = encode_rows(frame.rows, frame.codec)  # the next hop may be another peer after a loss
             self.table.receive(frame, Sender(self.me, "peer", self.me), time.monotonic())
             return
         link = self._link(peer_id)
@@ -255,9 +258,9 @@ class Service:
             self._lost(peer_id, "no connection")
 
     def _send(self, link: Link, frame: Frame) -> None:
-        if isinstance(frame.rows, torch.Tensor):
-            frame.rows = encode_rows(frame.rows, frame.codec)
         try:
+            if isinstance(frame.rows, torch.Tensor):
+                frame.rows = encode_rows(frame.rows, frame.codec)
             link.send(frame)
         except BadInput as error:
             log.error("a %s frame could not be sent: %s", frame.type.name, error)
@@ -308,6 +311,10 @@ class Service:
 
     def _needs(self, peer_id: PeerId) -> bool:
         """Whether a session here stands next to that peer."""
+        services = (self, self.beside) if self.beside is not None else (self,)
+        return any(service.stands_next_to(peer_id) for service in services)
+
+    def stands_next_to(self, peer_id: PeerId) -> bool:
         return any(peer_id == hop.peer_id for session in self.table.sessions.values() for hop in session.places)
 
     def _way_to(self, peer_id: PeerId) -> tuple[int, int]:
@@ -334,10 +341,10 @@ class Service:
 
     async def _tune(self) -> None:
         """Meanwhile: get the native kernels if they are not there yet, and find out what they are good for here."""
-        weights = self.blocks.linear_weights()
-        if not weights or not await native.prepare():
+        linears = self.blocks.linears()
+        if not linears or not await native.prepare():
             return
-        for step in self.blocks.few_rows.measuring(weights[:MEASURED_WEIGHTS]):
+        for step in self.blocks.few_rows.measuring(linears[:MEASURED_WEIGHTS]):
             if self._busy:
                 await asyncio.sleep(TUNE_LATER_S)
             await self._thread.run(step)

@@ -30,13 +30,13 @@ class PeerSession:
         self.epoch, self.nonce = -1, b""
         self.route: tuple[OpenHop, ...] = ()
         self.places: tuple[OpenHop, ...] = ()  # the route's hops, then those who stand by for one
-        self.codec = Codec.FP32
+        self.codec = Codec.FP32  # of what the client sends
+        self.numeric_class = 0
         self.context = 0
         self.seats: dict[tuple[int, int], Seat] = {}
         self.chunk = table.limits.chunk
         self.heard_at = self.client_gone_at = table.now
         self.abandoned = False
-        self.row_bytes = 1
         self._outflows: dict[int, Outflow] = {}
         self._inflows: dict[int, Inflow] = {}
         self._to_open: set[int] = set()
@@ -57,7 +57,7 @@ class PeerSession:
         self.places = body.route + body.standby
         self.client, self.codec, self.abandoned = link, Codec(body.codec), False
         self.context = body.context
-        self.row_bytes = self.table.row_bytes(self.codec)
+        self.numeric_class = max(self.numeric_class, body.numeric_class)
         self._outflows, self._inflows, self._spoken = {}, {}, set()
         mine = {self.seat_key(hop): index for index, hop in enumerate(self.places) if hop.peer_id == self.table.me}
         for key, seat in self.seats.items():
@@ -92,6 +92,15 @@ class PeerSession:
     def stood_by(self, place: int) -> int:
         """The hop that a standby stands by for."""
         return self.before(place) + 1
+
+    def codec_from(self, place: int) -> Codec:
+        """Of all rows that a place sends, as OPEN says."""
+        return self.codec if place == CLIENT_PLACE else Codec(self.places[place].codec)
+
+    def upstream(self, place: int) -> PeerId:
+        """Who sends to that place."""
+        before = self.before(place) if place < len(self.places) else CLIENT_PLACE
+        return self.client_id if before == CLIENT_PLACE else self.places[before].peer_id
 
     def _after(self, index: int) -> list[OpenHop]:
         """To whom that place sends."""
@@ -141,6 +150,11 @@ class PeerSession:
             seat.following.take_pages(frame)
             return
         if kind in (FrameType.STEP, FrameType.FILL):
+            stated = self.codec_from(self.before(frame.hop))
+            if frame.codec != stated:
+                edge = (self.upstream(frame.hop), self.table.me)
+                self.problem(seat, Problem("bad-rows", f"rows in {frame.codec.name}, not in {stated.name}", edge))
+                return
             self._credit(frame)
         seat.receive(frame)
 
@@ -185,7 +199,8 @@ class PeerSession:
         return self._outflow(place).room
 
     def _window(self, place: int) -> int:
-        return window_positions(self.row_bytes, follows=place >= len(self.route))
+        row_bytes = self.table.row_bytes(self.codec_from(self.before(place)))
+        return window_positions(row_bytes, follows=place >= len(self.route))
 
     def _outflow(self, hop: int) -> Outflow:
         if hop not in self._outflows:

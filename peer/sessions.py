@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from peer.counts import Counts
 from peer.effects import ANSWERS, Effect, Sender, SessionLimits, ToLink
 from peer.prefixes import Donor, Prefixes
-from peer.seats import CLIENT_PLACE, Seat, SeatStore, Work
+from peer.seats import Seat, SeatStore, Work
 from peer.session import PeerSession
 from routing.types import PeerId, Span
 from swarm.frames import NAME_BYTES, Busy, Codec, Frame, FrameType, HopTiming, Open, Problem, Stale
@@ -114,8 +114,6 @@ class SessionTable:
             return f"a route has 1 to {self.limits.hops} hops, this one {len(body.route)}"
         if len(body.names) % NAME_BYTES or not body.names:
             return "names are 8 bytes each, and the first is always there"
-        if body.codec not in (Codec.FP32, Codec.BF16):
-            return f"codec {body.codec} is not known here"
         at = body.route[0].entry
         for hop in body.route:
             if hop.entry != at or hop.exit <= hop.entry:
@@ -171,7 +169,8 @@ class SessionTable:
                 # A seat out of the route may hold what was found wrong since.
                 if seat in of_route and keep_to:
                     seat.truncate(min(keep_to, seat.position))
-                    self.prefixes.keep(session.client_id, seat.key, bytes(seat.names), seat.store, self.now)
+                    names, lost = bytes(seat.names), session.numeric_class
+                    self.prefixes.keep(session.client_id, seat.key, names, seat.store, self.now, lost)
                 else:
                     seat.evict()
         del self.sessions[session.id]
@@ -233,9 +232,7 @@ class SessionTable:
 
     def upstream_of(self, work: Work) -> PeerId:
         """Who sent the input of a work."""
-        session, place = work.seat.session, work.frame.hop
-        before = session.before(place) if place < len(session.places) else CLIENT_PLACE
-        return session.client_id if before == CLIENT_PLACE else session.places[before].peer_id
+        return work.seat.session.upstream(work.frame.hop)
 
     def link_lost(self, peer_id: PeerId, reason: str, now: float) -> None:
         """Told for a connection that was renewed at once, too: what was under way is gone."""
@@ -292,11 +289,13 @@ class SessionTable:
             session.abandon()
 
     def find_prefix(self, seat: Seat, names: bytes) -> Donor | None:
-        """Which other seat of the client, of a closed session or an open one, holds the longest prefix of `names`."""
-        client_id = seat.session.client_id
-        best = self.prefixes.find(client_id, seat.key, names, self.now)
+        """Which other seat of the client, of a closed session or an open one, holds the longest prefix of `names`. Not
+        one to which more was lost on the wire than the session of `seat` allows."""
+        client_id, most_lost = seat.session.client_id, seat.session.numeric_class
+        best = self.prefixes.find(client_id, seat.key, names, self.now, most_lost)
         for session in self.sessions.values():
-            if session.client_id == client_id and session is not seat.session:
+            fits = session.client_id == client_id and session.numeric_class <= most_lost
+            if fits and session is not seat.session:
                 other = session.seats.get(seat.key)
                 # A seat out of the route may hold what was found wrong since.
                 if other is not None and other.hop is not None:

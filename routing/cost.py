@@ -23,6 +23,10 @@ LONGEST_S = 3600.0
 """No single term is believed to be longer: one absurd claim must not drown the other terms of a sum."""
 
 
+LEAST_CONFIDENCE = 0.25
+"""What counts as measured, where a guess is no help."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CostSettings:
     """Defaults where nothing is known (seconds, bytes a second), and how fast measurements move and fade."""
@@ -205,6 +209,11 @@ class Costs:
         prior = self.settings.near_bandwidth if near else self.settings.bandwidth
         rate = prior if mean is None else mean.blend(prior, self.now)
         return min(nbytes / rate, LONGEST_S)
+
+    def bandwidth(self, a: PeerId, b: PeerId) -> float:
+        """Bytes a second from `a` to `b` as they were measured; 0 where nobody did, or two half-lives ago."""
+        mean = self._bandwidth.get((a, b))
+        return mean.value if mean is not None and mean.confidence(self.now) > LEAST_CONFIDENCE else 0.0
 
     def queue_s(self, record: PeerRecord) -> float:
         """How long a step is held up at a peer: its wait, measured or else claimed, and what any hop takes."""

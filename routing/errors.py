@@ -16,6 +16,7 @@
     |   |-- PortInUse
     |   |-- NotEnoughMemory
     |   |-- NoSuchDevice        the device asked for is not in this machine
+    |   |-- UnsupportedQuantization  the device cannot compute with weights so quantized
     |   `-- DaemonFailed        p2pd did not start, or died and could not be restarted
     |-- SessionError            a generation ended before its end (exit code 7)
     |   |-- Superseded          another driver opened this session
@@ -113,6 +114,10 @@ class NotEnoughMemory(StartError):
 
 class NoSuchDevice(StartError):
     advice = "Leave out --device, and the peer takes what is here."
+
+
+class UnsupportedQuantization(StartError):
+    advice = "Use --quantize none."
 
 
 class DaemonFailed(StartError):

@@ -89,7 +89,7 @@ class PeerRecord:
     cache_free: int = 0  # positions that still fit
     cache_total: int = 0
     place: Coordinate | None = None  # where it is in the network; None: not known
-    dtype: str = ""  # what its blocks compute in, their weights not quantized further; empty: not stated
+    dtype: str = ""  # what its blocks compute in, "/int8" behind it if their weights are quantized; empty: not stated
     region: str = ""  # the data region that its owner states; empty: not stated
 
 

@@ -72,7 +72,14 @@ Trusted = Annotated[
 Region = Annotated[
     list[str], typer.Option(metavar="NAME", help="use peers alone that state this data region; may be repeated")
 ]
-Exact = Annotated[bool, typer.Option("--exact", help="use peers alone that state that they compute in --dtype")]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        help="use peers alone that state that they compute in --dtype, and send every hidden state as it is; else it "
+        "may be shortened to 8 bits on slow links",
+    ),
+]
 Goal = Annotated[
     str,
     typer.Option(

@@ -23,6 +23,7 @@ from routing.candidates import Candidates
 from routing.constraints import Constraints
 from routing.cost import CLIENT, Costs, CostSettings
 from routing.crowding import crowd_penalties
+from routing.encoding import cheapest
 from routing.errors import BadInput, DaemonFailed, NoRoute, SwarmError, TimedOut, Unreachable, WrongModel
 from routing.explain import Explanation, explain
 from routing.health import Health
@@ -36,7 +37,7 @@ from routing.view import Expired, RecordsSeen, View, apply, forgotten
 from swarm import manifest as manifests
 from swarm import native
 from swarm.checkpoint import Checkpoint
-from swarm.codec import encode_rows, lossless_codec
+from swarm.codec import encode_rows, encodings, lossless_codec
 from swarm.compute import ComputeThread
 from swarm.discovery import Directory
 from swarm.families import Family, text_config
@@ -103,6 +104,7 @@ class SwarmClient:
         self.sessions: dict[bytes, Session] = {}
         self.scope = 0  # part of all names: what was computed before a peer was found wrong is not shared after
         self.warm = WarmPrefixes()
+        self._codecs: dict[tuple[PeerId, PeerId], Codec] = {}  # chosen last, from one end to another
         self._trials = Trials()
         self._on_trial: dict[bytes, Trial] = {}
         self.links_lost: list[tuple[float, PeerId, str]] = []
@@ -339,6 +341,20 @@ class SwarmClient:
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return (2 * blocks * heads * head_dim + config.hidden_size) * self.config.dtype.itemsize
+
+    def choose_codec(self, source: PeerId, target: PeerId) -> Codec:
+        """For hidden states from one end to another: what loses nothing, unless the way is known to be so slow that
+        another pays."""
+        exact = lossless_codec(self.config.dtype)
+        if source == target:
+            return exact
+        self.costs.advance(time.monotonic())
+        way, bytes_per_s = (source, target), self.costs.bandwidth(source, target)
+        if not bytes_per_s:
+            return exact
+        found = cheapest(encodings(exact, self.head.hidden_size), bytes_per_s, self._codecs.get(way))
+        self._codecs[way] = Codec(found.number)
+        return self._codecs[way]
 
     def learn(self, trace: StepTrace) -> None:
         """Every step brings its own timing."""

@@ -100,15 +100,15 @@ Effect = Send | NeedRoute | StandbyLost | PeerLeaves | Output | Stopped
 class DriverConfig:
     chunk: int | None = None  # positions a frame; None: what is fastest for the prompt and the route
     deadline_s: float | None = 30.0  # without any sign of progress: a last resort, None switches it off
-    codec: Codec = Codec.FP32
-    row_bytes: int = 4
-    numeric_class: int = 0
+    codec: Codec = Codec.FP32  # of results, and of all ways unless `choose` says otherwise
+    choose: Callable[[PeerId, PeerId], Codec] | None = None  # for what goes from one end to another
+    row_bytes: Callable[[Codec], int] = lambda codec: 4
     shares: bool = True  # seats may begin with what earlier sessions left there
 
 
 class Driver:
-    """One session. `embed(start, end)` gives the rows of known tokens; `read(frame)` the rows of a RESULT, or None
-    when a value in them is not finite."""
+    """One session. `embed(start, end, codec)` gives the rows of known tokens; `read(frame)` the rows of a RESULT, or
+    None when a value in them is not finite."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Driver:
         session_id: bytes,
         nonce: bytes,
         names: NameChain,
-        embed: Callable[[int, int], Any],
+        embed: Callable[[int, int, Codec], Any],
         read: Callable[[Frame], Any],
         config: DriverConfig | None = None,
     ):
@@ -124,6 +124,9 @@ class Driver:
         self._embed, self._read = embed, read
         self.names = names
         self.context = 0  # as OPEN says it
+        # What comes into a block is written in the same codec for as long as the session lives, by whomever it is sent:
+        # after a loss it is sent again, and must be what it was.
+        self.codecs: dict[int, Codec] = {}
         self.deadline_s = self.config.deadline_s  # of the step under way
         self.tokens: list[int] = []
         self.epoch = -1
@@ -180,6 +183,11 @@ class Driver:
     def seats_ever(self) -> Set[tuple[PeerId, int, int]]:
         return self._seats
 
+    @property
+    def numeric_class(self) -> int:
+        """The codec that loses most of those that anything went through."""
+        return max((self.config.codec, *self.codecs.values()))
+
     def held_names(self) -> bytes:
         """Of what all seats of the route hold."""
         return self.names.slice(0, self.done_to)
@@ -216,7 +224,7 @@ class Driver:
         an epoch: the caller gives a route again, if there is one."""
         assert not self.awaiting
         names.extend(self.tokens)
-        self.names, self.context = names, context
+        self.names, self.context, self.codecs = names, context, {}
 
     def open(
         self,
@@ -248,6 +256,7 @@ class Driver:
             repeat = min(self._want, start - (self.config.chunk or LEAST_CHUNK) if self.epoch > 0 else warm)
             start = max(self.done_to, repeat)
         self._opened_at, self._timings, self._computed = start, (), 0
+        self._choose_codecs(route)
         fresh = [bool(self._seats) and (hop.peer_id, hop.entry, hop.exit) not in self._seats for hop in route]
 
         def place(index: int, hop: Hop) -> OpenHop:
@@ -261,6 +270,7 @@ class Driver:
                 tuple((peer, tuple(addresses.get(peer, ()))) for peer in (ready[index] if ready else ())),
                 lazy=index >= len(route) and hop in self.lazy,
                 pulls=index >= len(route) and hop in pulls,
+                codec=self.codecs.get(hop.exit, self.config.codec),
             )
 
         places = [place(index, hop) for index, hop in enumerate((*route, *standby))]
@@ -270,8 +280,8 @@ class Driver:
             standby=tuple(places[len(route) :]),
             names=self.all_names(),
             need_end=start,
-            codec=self.config.codec,
-            numeric_class=self.config.numeric_class,
+            codec=self.codecs[route[0].entry],
+            numeric_class=self.numeric_class,
             context=self.context,
             adopts=self._adopts,
         )
@@ -462,6 +472,10 @@ class Driver:
         anew = all(timing.compute_us for timing in frame.note.timings)
         self._computed += frame.end - frame.start if anew else math.inf
         first = max(frame.start, self._want)
+        if frame.codec != self.config.codec and len(frame.rows):
+            self._lost_peers.add(sender)
+            self._need_route(f"{sender} sent values in {frame.codec.name}, not in {self.config.codec.name}")
+            return
         if first < frame.end and max(frame.start, frame.note.want) == first:  # its rows begin there
             rows = self._read(frame)
             if rows is None:
@@ -488,6 +502,19 @@ class Driver:
 
     # -- sending ---------------------------------------------------------------------------------------------
 
+    def _choose_codecs(self, route: Route) -> None:
+        ends = [CLIENT, *(hop.peer_id for hop in route)]
+        for before, hop in zip(ends, route, strict=False):
+            if hop.entry not in self.codecs:
+                choose = self.config.choose
+                self.codecs[hop.entry] = choose(before, hop.peer_id) if choose is not None else self.config.codec
+
+    @property
+    def _own_codec(self) -> Codec:
+        """Of what the client sends."""
+        assert self.route is not None
+        return self.codecs[self.route[0].entry]
+
     def _keep(self, hop: Hop) -> int:
         return self._keep_to.get((hop.peer_id, hop.entry, hop.exit), NO_LIMIT)
 
@@ -505,7 +532,8 @@ class Driver:
 
     def _outflow(self, place: int) -> Outflow:
         if place not in self._outflows:
-            self._outflows[place] = Outflow(window_positions(self.config.row_bytes, follows=place > 0))
+            row_bytes = self.config.row_bytes(self._own_codec)
+            self._outflows[place] = Outflow(window_positions(row_bytes, follows=place > 0))
         return self._outflows[place]
 
     def _credit(self, place: int, positions: int) -> None:
@@ -521,10 +549,10 @@ class Driver:
                 hop=place,
                 start=at,
                 end=to,
-                codec=self.config.codec,
+                codec=self._own_codec,
                 names=self.names.slice(at, to),
                 note=note,
-                rows=self._embed(at, to),
+                rows=self._embed(at, to, self._own_codec),
             )
             for ready in self._outflow(place).push(frame):
                 self._send(self._at(place).peer_id, ready)

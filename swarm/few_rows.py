@@ -7,6 +7,10 @@ blocks of SmolLM2 in huge pages, ms at 1 / 4 / 8 / 16 / 32 rows: fp32 ours 14.9 
 first 13.4 / 14 / 14.5 / 15.6 / 20, F.linear 18.5 / 19 / 19 / 20 / 22. In bf16 at 64 / 128 / 256 / 512 rows: ours with
 a matrix unit 13.8 / 21 / 37 / 63, the library's best 19.3 / 30 / 38 / 58.
 
+Packed weights (`quantized.py`) are read by ours alone; where the library is faster it is given the weight unpacked. The
+same linears with bf16 rows, ms at 1 / 4 / 32 / 128 rows: bf16 8.4 / 9.2 / 11 / 23, int8 3.4 / 6.8 / 11 / 27, int4
+2.7 / 6.1 / 12 / 26; with fp32 rows at 1 / 8 / 32: fp32 15 / 23 / 49, int8 3.5 / 12 / 47, int4 2.9 / 11 / 45.
+
 A norm of one row of 576 is eight operations of the library, 17 us in fp32 and 43 in bf16, and one of ours, 4 and 5.
 """
 
@@ -20,9 +24,11 @@ import torch
 import torch.nn.functional as F
 
 from swarm import native
+from swarm.quantized import pack, unpack
 
 WEIGHT_FIRST = 64  # rows: up to here the left operand pays in bf16
 UNMEASURED = {torch.float32: 12, torch.bfloat16: 4}  # rows up to which ours is taken, until this machine was measured
+UNMEASURED_PACKED = 64  # the same of packed weights, which the library cannot read
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 96, 128, 192, 256)  # of rows, to measure at
 GIVEN_UP = 2  # counts in a row at which the library was faster
@@ -31,16 +37,19 @@ GIVEN_UP = 2  # counts in a row at which the library was faster
 class FewRows:
     """Up to how many rows our own kernel is the fastest for some weights on this machine."""
 
-    def __init__(self, dtype: torch.dtype):
-        self.most = UNMEASURED.get(dtype, 0)
+    def __init__(self, dtype: torch.dtype, *, packed: bool = False):
+        """`dtype` of the rows; `packed` if most of the weights are."""
+        self._dtype = dtype
+        self.most = UNMEASURED_PACKED if packed else UNMEASURED.get(dtype, 0)
 
-    def measuring(self, weights: Sequence[torch.Tensor]) -> Iterator[Callable[[], None]]:
+    def measuring(self, linears: Sequence[FewRowsLinear]) -> Iterator[Callable[[], None]]:
         """Steps of a few tens of milliseconds, to be called one after the other between other work; `most` is right
-        after the last. `weights` should be more than the caches hold that serve one core.
+        after the last. The weights of `linears` should be more than the caches hold that serve one core.
         """
         most = lost = 0
+        weights = [(linear.in_features, linear.weight) for linear in linears]
         for rows in COUNTS:
-            inputs = {weight.shape[1]: torch.ones(1, rows, weight.shape[1], dtype=weight.dtype) for weight in weights}
+            inputs = {size: torch.ones(1, rows, size, dtype=self._dtype) for size, _ in weights}
             ours, library = _Timing(native.kernels().linear, inputs), _Timing(_of_library, inputs)
             for _ in range(3):
                 yield partial(ours.take, weights)
@@ -61,19 +70,22 @@ class _Timing:
         self._product, self._inputs = product, inputs
         self.least = float("inf")
 
-    def take(self, weights: Sequence[torch.Tensor]) -> None:
+    def take(self, weights: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Each with its number of inputs."""
         begun = time.perf_counter()
         with torch.inference_mode():
-            for weight in weights:
-                self._product(self._inputs[weight.shape[1]], weight, None)
+            for inputs, weight in weights:
+                self._product(self._inputs[inputs], weight, None)
         self.least = min(self.least, time.perf_counter() - begun)
 
 
 def few_rows_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, few_rows: FewRows
 ) -> torch.Tensor:
-    """`F.linear`: x [..., inputs], weight [outputs, inputs] on a CPU -> [..., outputs], by the fastest kernel."""
-    rows = x.numel() // weight.shape[1]
+    """`F.linear`: x [..., inputs], weight [outputs, inputs] or packed, on a CPU -> [..., outputs], by the fastest
+    kernel.
+    """
+    rows = x.numel() // x.shape[-1]
     kernels = native.kernels()
     if kernels is not None and 0 < rows <= few_rows.most:
         return kernels.linear(x.contiguous(), weight, bias)
@@ -81,7 +93,9 @@ def few_rows_linear(
 
 
 def _of_library(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    rows = x.numel() // weight.shape[1]
+    rows = x.numel() // x.shape[-1]
+    if weight.dtype == torch.uint8:
+        weight = unpack(weight, x.shape[-1], x.dtype)
     if weight.dtype != torch.bfloat16 or not 0 < rows <= WEIGHT_FIRST:
         return F.linear(x, weight, bias)
     columns = x.reshape(rows, weight.shape[1]).T
@@ -106,6 +120,13 @@ class FewRowsLinear(torch.nn.Linear):
             shared = cls(linear.in_features, linear.out_features, bias=linear.bias is not None)
         shared.weight, shared.bias, shared.few_rows = linear.weight, linear.bias, few_rows
         return shared.eval()
+
+    @classmethod
+    def packing(cls, linear: torch.nn.Linear, few_rows: FewRows, quantization: str) -> FewRowsLinear:
+        """With the weight of `linear` packed, and its bias."""
+        packed = cls.sharing(linear, few_rows)
+        packed.weight = torch.nn.Parameter(pack(linear.weight, quantization), requires_grad=False)
+        return packed
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return few_rows_linear(input, self.weight, self.bias, self.few_rows)

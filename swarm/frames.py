@@ -44,8 +44,9 @@ TENSOR_FRAMES = frozenset({FrameType.STEP, FrameType.FILL, FrameType.RESULT})
 
 class Codec(IntEnum):
     NONE = 0  # control frames
-    FP32 = 1
+    FP32 = 1  # the greater the number, the more is lost
     BF16 = 2
+    INT8 = 3
 
 
 class HopTiming(msgspec.Struct, array_like=True, frozen=True):
@@ -74,6 +75,7 @@ class OpenHop(msgspec.Struct, array_like=True, frozen=True):
     ready: tuple[tuple[str, tuple[str, ...]], ...] = ()  # be connected with: a neighbour's spares
     lazy: bool = False  # a standby that keeps what it is sent, and computes it only when it is called
     pulls: bool = False  # a standby that may take what its hop holds from that hop itself
+    codec: int = Codec.FP32  # of all rows that it sends
 
 
 class Open(msgspec.Struct, array_like=True, frozen=True):
@@ -81,8 +83,8 @@ class Open(msgspec.Struct, array_like=True, frozen=True):
     route: tuple[OpenHop, ...]
     names: bytes  # D[0..n] of the whole sequence, 8 bytes each
     need_end: int  # positions wanted filled now
-    codec: int = Codec.FP32
-    numeric_class: int = 0
+    codec: int = Codec.FP32  # of all rows that the client sends
+    numeric_class: int = 0  # the greatest codec that anything of the session went through
     context: int = 0  # the most positions this session will hold; 0: not stated
     adopts: bool = True  # seats may begin with what other sessions of the client hold or left
     standby: tuple[OpenHop, ...] = ()  # numbered after the route's hops; each has the boundaries of one of those

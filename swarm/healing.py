@@ -428,7 +428,7 @@ class Healing:
             context=self.session.position if held else 0,
             constraints=self.config.constraints,
             objective=self.config.objective,
-            row_bytes=self.driver.config.row_bytes,
+            row_bytes=self.driver.config.row_bytes(self.driver.config.codec),
         )
 
     async def _settle_edges(self) -> None:

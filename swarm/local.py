@@ -123,6 +123,7 @@ class LocalSwarm:
         *,
         threads: int | None = 1,
         dtype: str = "float32",
+        quantize: str = "none",
         host: str = "127.0.0.1",
         options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
@@ -133,7 +134,7 @@ class LocalSwarm:
         `progress` is called with a line for people as the start gets on: `print`, for example.
         """
         self.model, self.spans, self.host = model, [str(span) if span else None for span in spans], host
-        self._options = ["--dtype", dtype, *options]
+        self._options = ["--dtype", dtype, "--quantize", quantize, *options]
         if threads is not None:
             self._options += ["--threads", str(threads)]
         self._environment = {**os.environ, **(environment or {})}

@@ -118,6 +118,7 @@ def try_out(ops: Any) -> None:
             weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
             for given in (None, bias):
                 _same(ops.linear(x, weight, given), F.linear(x, weight, given), tolerance)
+        _try_out_packed(ops, dtype, tolerance)
         x, weight = torch.randn(3, 100).to(dtype), torch.randn(100).to(dtype)
         _same(ops.rms_norm(x, weight, 1e-5), F.rms_norm(x, (100,), weight, 1e-5), tolerance)
         gate, up = torch.randn(2, 5, 100).to(dtype)
@@ -135,6 +136,23 @@ def try_out(ops: Any) -> None:
             keys, values = (held[i + row][:, :, : past + 1].repeat_interleave(3, 1) for i in (0, 2))
             wanted = F.scaled_dot_product_attention(query[:, :, row : row + 1], keys, values, scale=0.25)
             _same(found[:, row : row + 1], wanted.transpose(1, 2), tolerance)
+    x = torch.randn(5, 100)
+    data, back = torch.empty(5, 136, dtype=torch.uint8), torch.empty(5, 100)
+    if ops.pack_rows(x, data) >= 0 or ops.unpack_rows(data, back) >= 0:
+        raise BuildError("the native kernels refuse good rows")
+    _same(back, x, 2e-2)
+
+
+def _try_out_packed(ops: Any, dtype: torch.dtype, tolerance: float) -> None:
+    from swarm.quantized import QUANTIZATIONS, pack, unpack  # which asks this module for the kernels
+
+    for quantization in QUANTIZATIONS:
+        packed = pack(torch.randn(48, 100) / 10, quantization)
+        weight = unpack(packed, 100, dtype)
+        _same(ops.widened(packed, 100, weight), weight, tolerance)
+        for rows in (1, 8, 40):
+            x = torch.randn(1, rows, 100).to(dtype)
+            _same(ops.linear(x, packed, None), F.linear(x, weight), tolerance)
 
 
 def _same(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:

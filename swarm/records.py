@@ -1,7 +1,8 @@
 """What a peer says of itself in the DHT: its bytes, its signature, and what every node refuses.
 
 Owns the layout of a record and the policy of storing nodes and readers. Pure: the time is an argument, and
-nothing here knows hivemind or the network. A node keeps records for the block keys of its own swarm alone.
+nothing here knows hivemind or the network. A node keeps records for the block keys of its own swarm alone, and for the
+key of its leases: records of peers that are about to serve other blocks.
 """
 
 from __future__ import annotations
@@ -25,8 +26,12 @@ DOMAIN = b"swarm-record-1"
 VALUE_BYTES = 200  # so that one key can hold ten thousand peers within hivemind's 4 MiB
 MOST_BLOCKS = 256
 HORIZON_S = 300.0
+LONGEST_LEASE_S = 900.0  # from its first moment: who loads for longer begins anew
+AHEAD_S = 5.0  # another clock may be
 MOST_ADDRESSES = 8
-DTYPES = {1: "float32", 2: "bfloat16"}  # that blocks compute in; any other number: not stated
+_DTYPES = ("float32", "bfloat16")
+# That blocks compute in, and how their weights are quantized; any other number: not stated.
+DTYPES = dict(enumerate((f"{d}{q}" for q in ("", "/int8", "/int4", "/nf4") for d in _DTYPES), start=1))
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -63,6 +68,12 @@ _decode_value = msgspec.msgpack.Decoder(_Value).decode
 def block_key(swarm_id: bytes, block: int) -> str:
     """The DHT key under which the peers that serve `block` are found."""
     return f"swarm/{swarm_id.hex()}/{block}"
+
+
+def leases_key(swarm_id: bytes) -> str:
+    """The DHT key under which peers say where they are about to move: JOINING there, or LEAVING if it is over. The
+    sequence number of a lease is the moment at which it was taken, in milliseconds, and stays when it is renewed."""
+    return f"swarm/{swarm_id.hex()}/leases"
 
 
 def encode_record(record: PeerRecord, *, identity: Identity, swarm_id: bytes, key: str) -> bytes:
@@ -120,9 +131,10 @@ class _Seen:
 class RecordPolicy:
     """What a storing node and a reader refuse. Remembers the newest record seen of each entry, and their order.
 
-    Refused are: keys that are not blocks of this swarm, plain values without subkey, a wrong signature, a
-    subkey that is not the signer, an expiry in the past or more than `horizon_s` ahead, a sequence number
-    below one already seen, a span without the key's block, more than `most_peers` peers under one key.
+    Refused are: keys that are neither blocks nor the leases of this swarm, plain values without subkey, a wrong
+    signature, a subkey that is not the signer, an expiry in the past or more than `horizon_s` ahead, a sequence number
+    below one already seen, a span without the key's block, more than `most_peers` peers under one key; leases that
+    begin in the future or last longer than `LONGEST_LEASE_S`.
     """
 
     def __init__(
@@ -134,7 +146,8 @@ class RecordPolicy:
         most_peers: int = 10_000,
     ):
         self.swarm_id = swarm_id
-        self._blocks = {block_key(swarm_id, block): block for block in range(most_blocks)}
+        self._blocks: dict[str, int | None] = {block_key(swarm_id, block): block for block in range(most_blocks)}
+        self._blocks[leases_key(swarm_id)] = None
         self._horizon_s = horizon_s
         self._most_peers = most_peers
         self.version = 0  # grows with each record that is news
@@ -173,7 +186,9 @@ class RecordPolicy:
             seen.until = now + self._horizon_s
             return seen.record
         record = decode_record(data, swarm_id=self.swarm_id, key=key, subkey=subkey)
-        if self._blocks[key] not in record.span:
+        if (block := self._blocks[key]) is None:
+            _check_lease(record, now)
+        elif block not in record.span:
             raise ProtocolError(f"{subkey} announces blocks {record.span} under {key!r}")
         if seen is None:
             self._make_room(key, now)
@@ -203,6 +218,14 @@ class RecordPolicy:
                 del peers[gone]
         if len(peers) >= self._most_peers:
             raise ProtocolError(f"{len(peers)} peers under {key!r} already")
+
+
+def _check_lease(record: PeerRecord, now: float) -> None:
+    since = record.sequence / 1000
+    if not since <= now + AHEAD_S or record.expires_at > since + LONGEST_LEASE_S:
+        raise ProtocolError(f"a lease of {record.peer_id} from {since - now:.0f} s to {record.expires_at - now:.0f} s")
+    if record.state not in (PeerState.JOINING, PeerState.LEAVING):
+        raise ProtocolError(f"a lease of {record.peer_id} that says {record.state.name}")
 
 
 def _parse(data: bytes) -> _Signed:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from routing.errors import BadInput
+from swarm.frames import Codec
 
 FORMAT = 1
 
@@ -35,6 +36,7 @@ class SavedSession(msgspec.Struct, kw_only=True):
     scope: int  # of the names
     peers: list[str]  # of the last route: they may still hold what was computed
     tokens: list[int]  # held
+    codecs: dict[int, Codec] = {}  # of what comes into a block, for those that were ever the first of a hop
     generation: SavedGeneration | None = None
     messages: list[dict[str, str]] | None = None  # of a chat; the last one may be an answer under way
     format: int = FORMAT

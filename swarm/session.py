@@ -17,7 +17,7 @@ import torch
 from routing.constraints import Constraints
 from routing.errors import BadInput, ProtocolError, SessionError
 from routing.types import Hop, Objective, PeerId, Route
-from swarm.codec import decode_rows, row_bytes
+from swarm.codec import COMPUTE_DTYPES, decode_rows, lossless_codec, row_bytes
 from swarm.driver import (
     Driver,
     DriverConfig,
@@ -37,6 +37,7 @@ from swarm.standbys import MODES
 if TYPE_CHECKING:
     from swarm.client import SwarmClient
 
+WIRES = ("auto", "exact", "int8", *COMPUTE_DTYPES)
 RESUMED_EPOCHS = 1 << 16  # above whatever the process before opened after it was saved last
 
 
@@ -68,7 +69,7 @@ class StepTrace:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionConfig:
-    codec: Codec = Codec.FP32
+    wire: str = "exact"  # how hidden states are written: one of WIRES, see `SwarmModel.connect`
     chunk: int | None = None  # positions of a prefill frame; None: as `prefill_chunk` says
     wait_s: float = 0.0  # how long to wait for blocks that nobody serves; NEWCOMER_S of `routing/retry.py` at least
     recovery_s: float = 60.0  # how long a step may be held up by losses, however many routes are tried
@@ -82,6 +83,8 @@ class SessionConfig:
     def __post_init__(self) -> None:
         if self.standby not in MODES:
             raise BadInput(f"standby is one of {', '.join(MODES)}, not {self.standby!r}")
+        if self.wire not in WIRES:
+            raise BadInput(f"wire is one of {', '.join(WIRES)}, not {self.wire!r}")
 
 
 class Session:
@@ -95,6 +98,7 @@ class Session:
         self.id = saved.session if saved is not None and ours else secrets.token_bytes(16)
         self._scope = saved.scope if saved is not None and ours else client.scope
         head = client.head
+        self._codec = lossless_codec(COMPUTE_DTYPES.get(config.wire, client.config.dtype))
         self.driver = Driver(
             session_id=self.id,
             nonce=secrets.token_bytes(8),
@@ -104,9 +108,9 @@ class Session:
             config=DriverConfig(
                 chunk=config.chunk,
                 deadline_s=config.deadline_s,
-                codec=config.codec,
-                row_bytes=row_bytes(config.codec, head.hidden_size),
-                numeric_class=int(config.codec),
+                codec=self._codec,
+                choose={"auto": client.choose_codec, "int8": lambda *_: Codec.INT8}.get(config.wire),
+                row_bytes=lambda codec: row_bytes(codec, head.hidden_size),
                 shares=config.share_prefixes,
             ),
         )
@@ -125,6 +129,8 @@ class Session:
         driver.tokens.extend(saved.tokens)
         driver.names.extend(saved.tokens)
         driver.done_to = len(saved.tokens)
+        if ours and self._may_lose:
+            driver.codecs = dict(saved.codecs)
         if ours:
             driver.epoch = saved.epoch + RESUMED_EPOCHS
             self.healing.warm_peers = frozenset(saved.peers)
@@ -141,14 +147,21 @@ class Session:
             scope=self._scope,
             peers=sorted(driver.route.peers if driver.route is not None else self.healing.warm_peers),
             tokens=driver.tokens[: certain if position is None else position],
+            codecs=dict(driver.codecs),
             generation=generation,
         )
 
+    @property
+    def _may_lose(self) -> bool:
+        """Whether hidden states may come out of the wire otherwise than they went in."""
+        return self.config.wire in ("auto", "int8")
+
     def _chain(self, long: bool) -> NameChain:
-        """What must not be shared has another root: other codecs, what was computed before a peer was found wrong, a
-        session that wants to be alone, longrope's other regime."""
+        """What must not be shared has another root: other codecs, what may have lost something on the wire, what was
+        computed before a peer was found wrong, a session that wants to be alone, longrope's other regime."""
         alone = b"" if self.config.share_prefixes else self.id
-        parts = self.config.codec.name.encode(), b"%d" % self._scope, alone, b"long" if long else b""
+        codec = self._codec.name.encode() + (b"+" if self._may_lose else b"")
+        parts = codec, b"%d" % self._scope, alone, b"long" if long else b""
         return NameChain(self.client.name_secret, b"/".join(parts))
 
     def _keep_to_one_regime(self, positions: int, now: float) -> None:
@@ -310,8 +323,8 @@ class Session:
 
     # -- rows ------------------------------------------------------------------------------------------------
 
-    def _embed(self, start: int, end: int) -> memoryview:
-        return self.client.embed(self.driver.tokens[start:end], start, self.config.codec)
+    def _embed(self, start: int, end: int, codec: Codec) -> memoryview:
+        return self.client.embed(self.driver.tokens[start:end], start, codec)
 
     def _read(self, frame: Frame) -> torch.Tensor | None:
         rows = decode_rows(frame.rows, Codec(frame.codec), self.client.head.hidden_size)

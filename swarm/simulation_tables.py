@@ -71,7 +71,10 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
     yield "changes of route", (
         f"{report.losses:,} losses, {report.moves:,} moves, {report.handed_over:,} handed over without a stall"
     )
-    yield "peers", f"{report.joined:,} joined, {report.left:,} left, {report.died:,} died, {report.faults:,} faults"
+    yield "peers", (
+        f"{report.joined:,} joined, {report.left:,} left, {report.died:,} died, {report.rebalanced:,} rebalanced, "
+        f"{report.faults:,} faults"
+    )
     yield "coverage", f"{report.least_coverage:,} at least; some block bare for {report.uncovered_s:.1f} s"
     yield "fairness (Jain)", f"clients {report.fairness_clients:.2f}, peers {report.fairness_peers:.2f}"
     yield "plans", _planning(report.planning)

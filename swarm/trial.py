@@ -32,7 +32,7 @@ class Trial:
 
     async def run(self) -> HopTiming | None:
         """The middle of what the steps took (queue and computing); None: the peer would not, or not in time."""
-        place = OpenHop(self.hop.peer_id, (), self.hop.entry, self.hop.exit, NO_LIMIT)
+        place = OpenHop(self.hop.peer_id, (), self.hop.entry, self.hop.exit, NO_LIMIT, codec=self._codec)
         body = Open(
             nonce=secrets.token_bytes(8), route=(place,), names=self._names[:NAME_BYTES], need_end=0,
             codec=self._codec, numeric_class=int(self._codec), adopts=False,

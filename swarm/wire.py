@@ -39,7 +39,7 @@ MORE = 1  # flag: further parts of this body follow under the same header
 MOST_PLACE = 16  # numbers of a coordinate: a later version may have more
 HEADER_BYTES = 36
 MAX_FRAGMENT = 64 * 1024  # the most bytes of body behind one header; what every receiver accepts
-ITEM_BYTES = {Codec.FP32: 4, Codec.BF16: 2}
+ITEM_BYTES = {Codec.FP32: 4, Codec.BF16: 2, Codec.INT8: 1}  # a row is a multiple of it
 
 _HEADER = struct.Struct("<4B16s4I")
 _LENGTH = struct.Struct("<I")
@@ -271,8 +271,9 @@ def _check_open(body: Open, limits: Limits) -> str:
         return f"{len(body.names)} bytes of names; each has {NAME_BYTES}"
     if not 0 < len(body.nonce) <= 32:
         return f"a driver's nonce of {len(body.nonce)} bytes; 1 to 32 are allowed"
-    if _CODECS.get(body.codec) not in ITEM_BYTES:
-        return f"codec {body.codec} is not known in version {VERSION}"
+    for codec in (body.codec, *(hop.codec for hop in body.route + body.standby)):
+        if _CODECS.get(codec) not in ITEM_BYTES:
+            return f"codec {codec} is not known in version {VERSION}"
     if not 0 <= body.numeric_class < 256 or not 0 <= body.need_end < _U32 or not 0 <= body.context < _U32:
         return "a number is out of range"
     at = body.route[0].entry

@@ -11,6 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from routing.coordinates import Coordinate
+from routing.rebalancing import Rebalancer
 from routing.request import CHUNK
 from routing.types import PeerId, PeerState, Span
 
@@ -28,7 +29,8 @@ class Peer:
         self.number, self.id, self.place, self.told = number, peer_id, place, told
         self.block_s, self.prefill_share, self.factor = block_s, prefill_share, 1.0
         self.queue_s = 0.0  # that a step waited here lately
-        self.span = Span(0, 1)
+        self.span, self.capacity = Span(0, 1), 1  # its span comes later, and with it how many blocks it can hold
+        self.rebalancer = Rebalancer(peer_id)
         self.state = PeerState.JOINING
         self.alive, self.silent = True, False
         self.sequence = 0

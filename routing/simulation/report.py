@@ -59,6 +59,7 @@ class Report:
     left: int
     died: int
     faults: int
+    rebalanced: int  # peers that went to serve other blocks
     fairness_clients: float  # of tokens a second while a client waits for an answer
     fairness_peers: float  # of work a second while a peer serves
     least_coverage: int
@@ -80,7 +81,7 @@ class Tally:
         self.seconds = seconds
         self.started = self.failed = self.failed_while_covered = self.done = 0
         self.lost_hops = self.moved = self.handed_over = 0
-        self.joined = self.left = self.died = self.faults = 0
+        self.joined = self.left = self.died = self.faults = self.rebalanced = 0
         self.tokens = 0.0
         self.uncovered_s = 0.0
         self.least_coverage = -1
@@ -184,6 +185,7 @@ class Tally:
             stalls_by_cause=dict(sorted(self._causes.items())), gap_s=_percentiles(self._gaps),
             losses=self.lost_hops, moves=self.moved, handed_over=self.handed_over,
             joined=self.joined, left=self.left, died=self.died, faults=self.faults,
+            rebalanced=self.rebalanced,
             fairness_clients=jain([rate for rate in rates if rate > 0]), fairness_peers=jain(work),
             least_coverage=max(0, self.least_coverage), uncovered_s=self.uncovered_s,
             planning=self.planning(peers), growth=tuple(growth),

@@ -68,6 +68,7 @@ class Scenario:
     silent: float = 0.2  # share of those that die whose host no longer answers at all
     load_s: float = 20.0  # from joining to serving
     announce_joining: bool = True  # while loading, so that others see it
+    rebalance_s: float = 0.0  # a peer looks as often, about, whether it should serve other blocks; 0: never
 
     # Links. Regions lie on a sphere, unless places are given.
     places: tuple[tuple[float, float, float], ...] = ()  # of the clients, then of the peers in turn: round trips apart
@@ -191,6 +192,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "seed": (0, 2**63), "seconds": (0.1, LONGEST_S), "n_blocks": (1, MOST_BLOCKS), "peers": (1, MOST_PEERS),
     "block_s": (1e-6, 60), "speed_spread": (0, 3), "prefill_share": (1e-4, 1), "slope": (0, 1), "hop_s": (0, 60),
     "lifetime_s": (0, 1e9), "lifetime_spread": (0, 3), "graceful": (0, 1), "silent": (0, 1), "load_s": (0, _DAY),
+    "rebalance_s": (0, _DAY),
     "regions": (1, 1000), "region_rtt_s": (0, 5), "access_s": (0, 5), "access_spread": (0, 3),
     "bandwidth": (1, 1e12), "row_bytes": (0, 2**24), "renew_s": (0.1, _DAY), "record_s": (0, _DAY),
     "record_delay_s": (0, _DAY), "clients": (1, MOST_CLIENTS), "start_s": (0, LONGEST_S),

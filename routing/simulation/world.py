@@ -1,8 +1,9 @@
 """The machines of a simulated swarm (`peer.py`), how they come and go, and the directory that tells of them, late.
 
 Owns what is true: speeds, places, who is alive, who serves what, how many sessions each peer has. Clients know of it
-what `view_at` and their own measurements tell. Peers choose their blocks with the real `least_covered_span`, from the
-directory as it is when they join.
+what `view_at` and their own measurements tell. Peers choose their blocks with the real `best_span`, from the
+directory as it is when they join, and move with the real `Rebalancer`. A peer that has moved is a new one here, on the
+same machine; what it takes to finish the old sessions beside the new ones is left out.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from routing.coordinates import LEAST_HEIGHT_S, LONGEST_S, Coordinate
-from routing.placement import least_covered_span
+from routing.placement import best_span
+from routing.rebalancing import Lease, may_leave
 from routing.simulation.agenda import Agenda
 from routing.simulation.chance import Chance, Streams
 from routing.simulation.peer import Peer
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 FOR_EVER = 1e12  # records of the living are renewed in time: only those of the dead expire
 DRAIN_S = 60.0  # a peer that leaves waits so long for its sessions to move
+RETIRE_S = 120.0  # one that moves is in no hurry; as in `peer/succession.py`
 WORTH_TELLING = 0.2  # a change of what a record claims, relative
 TOLD_ERROR = 0.1  # of network coordinates
 
@@ -42,7 +45,8 @@ class World:
         self.serving = [0] * scenario.n_blocks  # how many SERVING peers hold each block, in truth
         self.covered_since = math.inf  # every block has one since then; inf: not now
         self._machines, self._life = streams("machines"), streams("life")
-        self._renewals = streams("renewals")
+        self._renewals, self._looks = streams("renewals"), streams("looks")
+        self._leases: dict[PeerId, Lease] = {}  # of peers that load what they move to; seen at once by all
         places = streams("regions")
         self._edges: set[frozenset[PeerId]] = set()  # connections between peers
         self._centres = [_on_sphere(places, scenario.region_rtt_s) for _ in range(scenario.regions)]
@@ -98,10 +102,12 @@ class World:
 
     def _choose(self, peer: Peer) -> Span:
         spans, scenario = self.scenario.spans, self.scenario
-        capacity = self._machines.choice(scenario.capacity)
+        peer.capacity = self._machines.choice(scenario.capacity)
         if spans and peer.number < scenario.peers:
-            return Span.parse(spans[peer.number % len(spans)])
-        return least_covered_span(self._view, scenario.n_blocks, capacity, self.agenda.now)
+            span = Span.parse(spans[peer.number % len(spans)])
+            peer.capacity = len(span)
+            return span
+        return best_span(self._view, scenario.n_blocks, peer.capacity, self.agenda.now, decode_s=peer.block_s)
 
     def _join(self) -> None:
         peer = self._new_peer()
@@ -132,6 +138,38 @@ class World:
             self._announce(peer)
         if self.scenario.lifetime_s:
             self.agenda.after(self._lifetime_s(), self._end, peer)
+        if self.scenario.rebalance_s:
+            self._look_later(peer)
+
+    def _look_later(self, peer: Peer) -> None:
+        self.agenda.after(self.scenario.rebalance_s * self._looks.uniform(0.5, 1.5), self._look, peer)
+
+    def _look(self, peer: Peer) -> None:
+        """Whether it should serve other blocks. It serves on while it loads them."""
+        if not peer.alive or peer.state is not PeerState.SERVING:
+            return
+        now, load_s = self.agenda.now, self.scenario.load_s
+        move = peer.rebalancer.look(self._view, self._leases.values(), peer.capacity, now)
+        if move is None:
+            self._look_later(peer)
+            return
+        until = now + load_s + self.scenario.record_delay_s  # it is gone when what it was for can be seen
+        self._leases[peer.id] = lease = Lease(peer_id=peer.id, span=move.span, since=now, expires_at=until)
+        self.agenda.after(load_s, self._move, peer, lease)
+
+    def _move(self, peer: Peer, lease: Lease) -> None:
+        if not peer.alive or peer.state is not PeerState.SERVING:
+            return
+        if not may_leave(self._view, lease, self._leases.values(), self.agenda.now):
+            self._look_later(peer)
+            return
+        self.tally.rebalanced += 1
+        moved = Peer(len(self.peers), f"{peer.id}+", peer.place, peer.told, peer.block_s, peer.prefill_share)
+        moved.factor, moved.span, moved.capacity = peer.factor, lease.span, peer.capacity
+        self.peers.append(moved)
+        self.by_id[moved.id] = moved
+        self._serve(moved)
+        self._drain(peer, RETIRE_S)
 
     def _end(self, peer: Peer) -> None:
         if self._life.random() < self.scenario.graceful:
@@ -144,6 +182,9 @@ class World:
         if peer.state is not PeerState.SERVING:
             return
         self.tally.left += 1
+        self._drain(peer, DRAIN_S)
+
+    def _drain(self, peer: Peer, patience_s: float) -> None:
         self._count(peer, -1)
         peer.state = PeerState.DRAINING
         self._announce(peer)
@@ -151,7 +192,7 @@ class World:
             client.leaving.add(peer.id)
         for generation in list(peer.sessions):
             generation.peer_leaves(peer)
-        self.agenda.after(DRAIN_S if peer.sessions else 0.0, self.depart, peer)
+        self.agenda.after(patience_s if peer.sessions else 0.0, self.depart, peer)
 
     def depart(self, peer: Peer) -> None:
         """At the end of leaving: when the last session has moved, or nobody waits any more."""

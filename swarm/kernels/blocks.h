@@ -4,7 +4,7 @@
 
 #include "attention.h"
 #include "elementwise.h"
-#include "products.h"
+#include "quantized.h"
 
 namespace swarm {
 
@@ -23,24 +23,24 @@ void block_of(const Tensor& hidden, const Tensor& cos, const Tensor& sin, const 
   std::vector<T> more(rows * size), gate(rows * inner), up(rows * inner);
 
   rms_norm_of(data(hidden), data(parts[NORM_1]), normed.data(), rows, size, epsilon);
-  linear_of(normed.data(), parts[Q], bias(Q_BIAS), q.data(), rows);
-  linear_of(normed.data(), parts[K], bias(K_BIAS), k.data(), rows);
-  linear_of(normed.data(), parts[V], bias(V_BIAS), v.data(), rows);
+  linear_of(normed.data(), parts[Q], bias(Q_BIAS), q.data(), rows, size);
+  linear_of(normed.data(), parts[K], bias(K_BIAS), k.data(), rows, size);
+  linear_of(normed.data(), parts[V], bias(V_BIAS), v.data(), rows, size);
   if (bias(Q_NORM)) rms_norm_of(q.data(), data(parts[Q_NORM]), q.data(), rows * heads, width, epsilon);
   if (bias(K_NORM)) rms_norm_of(k.data(), data(parts[K_NORM]), k.data(), rows * kv_heads, width, epsilon);
   rotate_of(q.data(), data(cos), data(sin), q.data(), rows, heads, width);
   rotate_of(k.data(), data(cos), data(sin), k.data(), rows, kv_heads, width);
   attend_of<T>(Rows<T>(q.data(), heads, width), Rows<T>(k.data(), kv_heads, width), Rows<T>(v.data(), kv_heads, width),
                heads, kv_heads, width, all_keys, all_values, pasts, window, scale, attended.data());
-  linear_of(attended.data(), parts[O], bias(O_BIAS), more.data(), rows);
+  linear_of(attended.data(), parts[O], bias(O_BIAS), more.data(), rows, q_size);
   std::memcpy(out, data(hidden), rows * size * sizeof(T));
   add_to(out, more.data(), rows * size);
 
   rms_norm_of<T>(out, data(parts[NORM_2]), normed.data(), rows, size, epsilon);
-  linear_of<T>(normed.data(), parts[GATE], nullptr, gate.data(), rows);
-  linear_of<T>(normed.data(), parts[UP], nullptr, up.data(), rows);
+  linear_of<T>(normed.data(), parts[GATE], nullptr, gate.data(), rows, size);
+  linear_of<T>(normed.data(), parts[UP], nullptr, up.data(), rows, size);
   gated_of(gate.data(), up.data(), gate.data(), rows * inner);
-  linear_of<T>(gate.data(), parts[DOWN], nullptr, more.data(), rows);
+  linear_of<T>(gate.data(), parts[DOWN], nullptr, more.data(), rows, inner);
   add_to(out, more.data(), rows * size);
 }
 
@@ -54,12 +54,7 @@ inline Tensor block(const Tensor& hidden, const Tensor& cos, const Tensor& sin, 
     STD_TORCH_CHECK(table->is_contiguous() && table->size(1) == rows && table->size(2) == width &&
                         table->scalar_type() == hidden.scalar_type(),
                     "rotary tables of its rows expected");
-  auto shape = [&](Part part, int64_t outputs, int64_t inputs) {
-    const Tensor& weight = parts[part];
-    STD_TORCH_CHECK(weight.dim() == 2 && weight.size(0) == outputs && weight.size(1) == inputs &&
-                        weight.is_contiguous() && weight.scalar_type() == hidden.scalar_type(),
-                    "shapes do not fit");
-  };
+  auto shape = [&](Part part, int64_t outputs, int64_t inputs) { check_weight(parts[part], hidden, inputs, outputs); };
   shape(Q, heads * width, size), shape(K, kv_heads * width, size), shape(V, kv_heads * width, size);
   shape(O, size, heads * width), shape(GATE, inner, size), shape(UP, inner, size), shape(DOWN, size, inner);
   auto vector = [&](Part part, int64_t length, bool needed) {

@@ -109,8 +109,8 @@ void linear_part(const T* x, const T* weight, const T* bias, T* y, long rows, lo
 constexpr long LEAST_AMX_ROWS = 4;  // fewer are not worth rearranging
 
 template <typename T>
-void linear_of(const T* x_data, const Tensor& weight, const Tensor* bias, T* y_data, long rows) {
-  long inputs = weight.size(1), outputs = weight.size(0);
+void dense_of(const T* x_data, const Tensor& weight, const Tensor* bias, T* y_data, long rows, long inputs) {
+  long outputs = weight.size(0);
   auto weight_data = static_cast<const T*>(weight.data_ptr());
   auto bias_data = bias ? static_cast<const T*>(bias->data_ptr()) : nullptr;
   int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max(1L, inputs));  // a quarter of a million weights a thread
@@ -126,24 +126,6 @@ void linear_of(const T* x_data, const Tensor& weight, const Tensor* bias, T* y_d
   torch::stable::parallel_for(0, outputs, grain, [&](int64_t begin, int64_t end) {
     linear_part<T>(x_data, weight_data, bias_data, y_data, rows, inputs, outputs, begin, end);
   });
-}
-
-// x [..., inputs], weight [outputs, inputs], bias [outputs]: contiguous, one dtype (fp32 or bf16; sums in fp32).
-inline Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  STD_TORCH_CHECK(weight.dim() == 2 && x.dim() >= 1 && x.size(x.dim() - 1) == weight.size(1), "shapes do not fit");
-  STD_TORCH_CHECK(x.is_contiguous() && weight.is_contiguous() && x.scalar_type() == weight.scalar_type(),
-                  "contiguous tensors of one dtype expected");
-  std::vector<int64_t> shape;
-  for (int64_t i = 0; i + 1 < x.dim(); i++) shape.push_back(x.size(i));
-  shape.push_back(weight.size(0));
-  Tensor y = torch::stable::new_empty(x, shape);
-  long rows = x.numel() / std::max<int64_t>(1, weight.size(1));
-  const Tensor* given = bias.has_value() ? &*bias : nullptr;
-  by_dtype(x, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    linear_of(static_cast<const T*>(x.data_ptr()), weight, given, static_cast<T*>(y.data_ptr()), rows);
-  });
-  return y;
 }
 
 }  // namespace swarm

@@ -21,6 +21,7 @@ from routing.types import Span
 from swarm import native
 from swarm.checkpoint import open_checkpoint
 from swarm.families import family_of
+from swarm.quantized import NONE, QUANTIZATIONS
 from tests.tiny import FAMILIES, make_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -33,9 +34,9 @@ def loaded(native_kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_loaded", native_kernels)
 
 
-def load(family: str, folder, dtype: torch.dtype = torch.float32) -> Blocks:
+def load(family: str, folder, dtype: torch.dtype = torch.float32, quantization: str = NONE) -> Blocks:
     checkpoint = open_checkpoint(str(make_tiny(family, folder)))
-    return Blocks.load(checkpoint, family_of(checkpoint.config), Span(0, 4), dtype)
+    return Blocks.load(checkpoint, family_of(checkpoint.config), Span(0, 4), dtype, quantization=quantization)
 
 
 def fused(blocks: Blocks, index: int = 0) -> FusedBlock | None:
@@ -57,6 +58,14 @@ def test_layers_built_like_llamas_run_fused_and_no_others(family, dtype, tmp_pat
     if all(kind is None for kind in blocks.rotary_kinds):
         return
     assert (fused(blocks) is not None) == (family in LIKE_LLAMA)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("family", sorted(LIKE_LLAMA))
+def test_they_do_with_packed_weights_too(family, quantization, dtype, tmp_path):
+    blocks = load(family, tmp_path, dtype, quantization)
+    assert fused(blocks) is not None
 
 
 @pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj", "q_proj", "k_proj", "v_proj", "o_proj"])
@@ -112,11 +121,12 @@ def test_decode_rows_run_in_one_call_as_far_as_that_pays(tmp_path, monkeypatch):
     assert calls == [(1, 1), (2, 2), (1, 1)]
 
 
+@pytest.mark.parametrize("quantization", [NONE, *QUANTIZATIONS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [(1,), (1, 1, 1), (1, 40), (70, 1), (300,)])
-def test_it_is_what_the_library_computes(rows, dtype, tmp_path, monkeypatch):
+def test_it_is_what_the_library_computes(rows, dtype, quantization, tmp_path, monkeypatch):
     """In one call and in several, short and long: rows, and what later rows will attend to."""
-    blocks = load("qwen3", tmp_path, dtype)
+    blocks = load("qwen3", tmp_path, dtype, quantization)
     torch.manual_seed(sum(rows))
     chunks = [torch.randn(count, 64).to(dtype) for count in rows]
     results = []
@@ -128,6 +138,6 @@ def test_it_is_what_the_library_computes(rows, dtype, tmp_path, monkeypatch):
         for _ in range(2):
             items = [PassItem(seat, chunk) for seat, chunk in zip(seats, chunks, strict=True)]
             results[-1] += Executor(blocks).run(items).outputs
-    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    tolerance = (1e-4 if quantization == NONE else 5e-3) if dtype == torch.float32 else 5e-2
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)

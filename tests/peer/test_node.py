@@ -12,7 +12,7 @@ import pytest
 from peer.config import PeerConfig
 from peer.node import Node
 from routing.errors import ModelError
-from routing.placement import least_covered_span
+from routing.placement import best_span
 from routing.types import PeerRecord, PeerState, Span
 from routing.view import RecordsSeen, View, apply
 from swarm.identity import Identity
@@ -52,7 +52,7 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> tuple[Node, Told]:
     node, told = Node(PeerConfig(model="smollm2")), Told()
     node._identity, node._span, node._directory = Identity.generate(), Span(0, 3), told  # type: ignore[assignment]
     node._thread = Slow(lambda: told.records)  # type: ignore[assignment]
-    monkeypatch.setattr(node, "_load", lambda check: "the blocks")
+    monkeypatch.setattr(node, "_load", lambda span, check: "the blocks")
     return node, told
 
 
@@ -64,7 +64,7 @@ async def test_while_its_blocks_load_a_peer_is_seen_and_who_comes_then_takes_oth
         assert (record.peer_id, record.span) == (node._identity.peer_id, Span(0, 3))
         assert record.state is PeerState.JOINING and told.left == 0
         view = apply(View({}, BLOCKS), RecordsSeen([record]))
-        assert least_covered_span(view, BLOCKS, 3, 0.0) == Span(3, 6)
+        assert best_span(view, BLOCKS, 3, 0.0) == Span(3, 6)
 
 
 async def test_a_peer_whose_blocks_cannot_be_loaded_says_goodbye(
@@ -72,7 +72,7 @@ async def test_a_peer_whose_blocks_cannot_be_loaded_says_goodbye(
 ) -> None:
     node, told = loading
 
-    def load(check: Any) -> Any:
+    def load(span: Span, check: Any) -> Any:
         raise ModelError("a tensor is not the swarm's")
 
     monkeypatch.setattr(node, "_load", load)

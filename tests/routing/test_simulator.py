@@ -127,6 +127,27 @@ def test_nothing_is_lost_and_nobody_fails_without_need(seed: int) -> None:
     assert 0 < report.fairness_clients <= 1 and report.least_coverage >= 0
 
 
+def test_peers_move_to_where_others_were_lost_and_nobody_notices() -> None:
+    crowd = replace(load("rebalance", ["clients=10", "slope=1", "look_s=10"]), seconds=300.0, standby="none")
+    moving, staying = run(crowd), run(replace(crowd, rebalance_s=0.0))
+    assert staying.rebalanced == 0 and 4 <= moving.rebalanced <= 8
+    late = slice(BUCKETS * 3 // 4, BUCKETS)
+    assert sum(moving.tokens_over_time[late]) > 1.3 * sum(staying.tokens_over_time[late])
+    assert moving.failed == 0 and set(moving.stalls_by_cause) <= {"loss", "move"} and moving.handed_over
+
+
+def test_a_block_whose_last_peers_leave_is_rescued_while_they_still_serve() -> None:
+    leaving = tuple(Fault(at_s=30.0, kind="leave", peer=number) for number in (1, 4))
+    scenario = replace(
+        BUSY, peers=5, lifetime_s=0.0, spans=("0:12", "12:24", "0:12"), faults=leaving, load_s=10.0, rebalance_s=5.0,
+        answer_tokens=200, wait_s=30.0,
+    )  # fmt: skip
+    rescued, left = run(scenario), run(replace(scenario, rebalance_s=0.0))
+    assert rescued.rebalanced >= 1 and rescued.failed == 0 and rescued.losses == 0
+    assert rescued.uncovered_s < 10.0 + 1.5 * 5.0 + 2.0
+    assert left.failed > 0 and left.uncovered_s == pytest.approx(90)
+
+
 def test_the_same_seed_gives_the_same_report_and_another_one_does_not() -> None:
     short = replace(BUSY, seconds=40.0)
     first = run(short)

@@ -1,10 +1,12 @@
 """The real session objects on virtual time: no sockets, no torch.
 
 Hidden states are digests that depend on every block and every position before, so a stale or wrong cache anywhere
-changes the final text. Schedules kill, restart and evict peers, break connections, move the session to other chains
-with other boundaries (a peer may serve two spans of one route), speculate, and let peers lie; every run must end
-with the text of an undisturbed run. With `timers=False` there is neither the client's deadline nor the repeated ask
-after a second, so that nothing but the rule itself can free a stuck step.
+changes the final text. On a way in 8 bits they lose a byte.
+
+Schedules kill, restart and evict peers, break connections, move the session to other chains with other boundaries (a
+peer may serve two spans of one route; but not where ways lose something: that would be another text), speculate, and
+let peers lie; every run must end with the text of an undisturbed run. With `timers=False` there is neither the client's
+deadline nor the repeated ask after a second, so that nothing but the rule itself can free a stuck step.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from peer.seats import SeatStore, Work
 from peer.sessions import SessionTable
 from routing.types import Hop, Route, Span
 from swarm.driver import Driver, DriverConfig, NeedRoute, Output, Send, Stopped
-from swarm.frames import Frame, FrameType, HopTiming, Problem
+from swarm.frames import Codec, Frame, FrameType, HopTiming, Problem
 from swarm.names import NameChain
 
 BLOCKS = 6
@@ -31,6 +33,10 @@ ROW = 8
 GO_BACK = 2  # positions
 CLIENT = "client"
 FOREVER = 1e9
+
+
+BOUNDS = [(0, 2), (0, 3), (0, 6), (1, 4), (2, 4), (2, 6), (3, 5), (3, 6), (4, 6), (5, 6), (0, 1), (1, 6)]
+ALIKE = [(0, 2), (2, 4), (4, 6)] * 4  # every chain has the same boundaries
 
 
 def digest(*parts: object) -> bytes:
@@ -97,7 +103,7 @@ class VirtualNet:
 
     def __init__(self, rng: random.Random, carry: Callable[[Frame], Frame] = replace):
         self.rng, self.now, self.seq, self.frames, self.carry = rng, 0.0, 0, 0, carry
-        self.windows = False
+        self.windows = self.alike = False
         self.events: list[tuple[float, int, Callable[[], object]]] = []
         self.nodes: dict[str, VirtualPeer | VirtualClient] = {}
         self._last: dict[tuple[str, str], float] = {}
@@ -113,6 +119,9 @@ class VirtualNet:
     def send(self, source: str, target: str, frame: Frame) -> None:
         self.frames += 1
         frame = self.carry(frame)
+        if frame.codec is Codec.INT8 and frame.rows:
+            rows = bytes(frame.rows)
+            frame.rows = b"".join(rows[at : at + ROW - 1] + b"\0" for at in range(0, len(rows), ROW))
         node = self.nodes[target]
         if not node.alive:
             self.notice(source, target)
@@ -230,15 +239,20 @@ class VirtualClient:
 
     def __init__(self, net: VirtualNet, prompt: list[int], count: int, truth: list[int] | None, *, speculate: bool,
                  timers: bool, liar: bool, session: bytes = b"s", habit: Route | None = None,
-                 standby: bool = False):
+                 standby: bool = False, lossy: int | None = None):
+        """`lossy`: a seed for the codec of each way."""
         self.net, self.rng, self.truth, self.speculate = net, net.rng, truth, speculate
         self.goal, self.prompt = len(prompt) + count, prompt
-        config = DriverConfig(chunk=CHUNK, deadline_s=3.0 if timers else None, row_bytes=ROW, shares=bool(habit))
+        codecs = random.Random(lossy)
+        config = DriverConfig(
+            choose=None if lossy is None else lambda a, b: codecs.choice([Codec.FP32, Codec.INT8, Codec.INT8]),
+            chunk=CHUNK, deadline_s=3.0 if timers else None, row_bytes=lambda codec: ROW, shares=bool(habit)
+        )
         self.driver = Driver(
             session_id=session * 16,
             nonce=b"n" * 8,
             names=NameChain(b"secret"),
-            embed=lambda a, b: b"".join(digest("embedding", t) for t in self.driver.tokens[a:b]),
+            embed=lambda a, b, codec: b"".join(digest("embedding", t) for t in self.driver.tokens[a:b]),
             read=lambda frame: bytes(frame.rows),
             config=config,
         )
@@ -271,7 +285,8 @@ class VirtualClient:
                 route.append(self.rng.choice(stay) if self.standby else stay[0])
             else:
                 peer = self.rng.choice(able)
-                exit = peer.span.end if self.rng.random() < 0.6 else self.rng.randint(block + 1, peer.span.end)
+                whole = self.net.alike or self.rng.random() < 0.6
+                exit = peer.span.end if whole else self.rng.randint(block + 1, peer.span.end)
                 route.append(Hop(peer.name, block, exit))
             block = route[-1].exit
         return Route(tuple(route))
@@ -407,31 +422,34 @@ def simulate(
     earlier: bool = False,
     windows: bool = False,
     standby: bool = False,
+    lossy: bool = False,
+    lossy_before: bool = False,
     carry: Callable[[Frame], Frame] = replace,
     peer_class: type[VirtualPeer] = VirtualPeer,
 ) -> VirtualClient:
     rng = random.Random(seed)
     net = VirtualNet(rng, carry)
-    net.windows = windows
+    net.windows, net.alike = windows, lossy or lossy_before
     limits = SessionLimits(ask_again_s=1.0 if timers else FOREVER, chunk=CHUNK)
-    bounds = [(0, 2), (0, 3), (0, 6), (1, 4), (2, 4), (2, 6), (3, 5), (3, 6), (4, 6), (5, 6), (0, 1), (1, 6)]
     peers = [
         peer_class(net, f"p{i}", Span(*bound), lies=liar and i in (3, 6), limits=limits)
-        for i, bound in enumerate(bounds)
+        for i, bound in enumerate(ALIKE if net.alike else BOUNDS)
     ]
     net.nodes.update({peer.name: peer for peer in peers})
     prompt = [random.Random(seed).randrange(97) for _ in range(12)]
     habit = None
     if earlier:
         # Another session of the client said the same, and was closed before its liars were found out.
-        first = VirtualClient(net, prompt, 12, None, speculate=False, timers=False, liar=False, session=b"f")
+        first = VirtualClient(net, prompt, 12, None, speculate=False, timers=False, liar=False, session=b"f",
+                              lossy=seed if lossy_before else None)
         net.nodes[CLIENT] = first
         first.start()
         net.run(lambda: False)
         assert first.finished
         habit = first.driver.route
     client = VirtualClient(
-        net, prompt, 24, truth, speculate=speculate, timers=timers, liar=liar, habit=habit, standby=standby
+        net, prompt, 24, truth, speculate=speculate, timers=timers, liar=liar, habit=habit, standby=standby,
+        lossy=seed if lossy else None,
     )
     net.nodes[CLIENT] = client
 

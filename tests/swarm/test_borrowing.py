@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -83,12 +84,14 @@ async def test_a_stream_that_breaks_goes_on_from_where_it_was(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, sent = open_here(tiny, tmp_path), []
+    pieces: Counter[asyncio.StreamWriter] = Counter()
     monkeypatch.setattr(lending, "PIECE_BYTES", 1000)
     send = lending._send
 
     async def breaking(writer: asyncio.StreamWriter, data: bytes) -> None:
         sent.append(len(data))
-        if len(sent) % 5 == 0:
+        pieces[writer] += 1
+        if pieces[writer] > 3:
             raise ConnectionResetError
         await send(writer, data)
 

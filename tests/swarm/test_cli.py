@@ -372,6 +372,16 @@ def talk(monkeypatch: pytest.MonkeyPatch, lines: list[Any], *, as_json: bool = F
     chatting.chat(Console(as_json=as_json), Asking(model="m", join=CODE))
 
 
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_exact_sends_every_hidden_state_as_it_is(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(Asking, "check", lambda self: asked.append(self.connecting()["exact"]) or exit(3))
+    words = [command, "m", *(["hello"] if command == "generate" else []), "--join", CODE]
+    for options in ([], ["--exact"]):
+        assert exit_code(*words, *options) == 3
+    assert asked == [False, True]
+
+
 def test_a_chat_from_a_pipe(model, monkeypatch, capsys):
     talk(monkeypatch, ["hello", "", "/reset", "/route", "/help", "again", "/exit", "unsaid"])
     out, err = capsys.readouterr()

@@ -20,6 +20,13 @@ def everything(dtype: torch.dtype) -> FewRows:
     return few_rows
 
 
+def linears(*shapes: tuple[int, int]) -> list[FewRowsLinear]:
+    return [
+        FewRowsLinear.sharing(torch.nn.Linear(inputs, outputs, bias=False), FewRows(torch.float32))
+        for outputs, inputs in shapes
+    ]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("inputs", "outputs"), [(24, 40), (576, 192), (96, 48), (100, 7), (1, 1), (31, 300)])
@@ -101,7 +108,7 @@ def test_the_limit_is_measured(native_kernels, monkeypatch, pays_up_to, found):
     monkeypatch.setattr(few_rows, "_of_library", library)
     monkeypatch.setattr(few_rows.time, "perf_counter", lambda: clock[0])
     limit = FewRows(torch.float32)
-    for step in limit.measuring([torch.ones(3, 8), torch.ones(8, 3)]):
+    for step in limit.measuring(linears((3, 8), (8, 3))):
         step()
     assert limit.most == found
 
@@ -109,8 +116,7 @@ def test_the_limit_is_measured(native_kernels, monkeypatch, pays_up_to, found):
 def test_it_stops_measuring_where_the_library_is_faster(native_kernels, monkeypatch):
     monkeypatch.setattr(few_rows, "_of_library", lambda *arguments: None)
     limit = FewRows(torch.float32)
-    weights = [torch.ones(2000, 2000)]
-    assert sum(step() is None for step in limit.measuring(weights)) == 2 * 3 * few_rows.GIVEN_UP
+    assert sum(step() is None for step in limit.measuring(linears((2000, 2000)))) == 2 * 3 * few_rows.GIVEN_UP
     assert limit.most == 0
 
 

@@ -14,6 +14,7 @@ from routing.types import PeerRecord, PeerState, Span
 from swarm.identity import Identity
 from swarm.records import (
     DOMAIN,
+    DTYPES,
     VALUE_BYTES,
     RecordPolicy,
     _message,
@@ -59,7 +60,7 @@ def value_of(data: bytes) -> bytes:
         st.sampled_from(["10.0.0.1:1", "[2001:db8::1]:65535", "[FE80::1%eth0]:9", "a-host.example:4001"]),
         max_size=4,
     ),
-    dtype=st.sampled_from(["", "float32", "bfloat16"]),
+    dtype=st.sampled_from(["", *DTYPES.values()]),
     region=st.from_regex("([a-z0-9-]{1,16})?", fullmatch=True),
 )
 def test_a_record_comes_back_as_it_was(start, length, state, speeds, caches, addresses, dtype, region):

@@ -29,7 +29,6 @@ from routing.request import Request
 from routing.types import PeerId, PeerRecord, PeerState, Span
 from swarm.checkpoint import Checkpoint, open_checkpoint
 from swarm.client import ClientConfig, SwarmClient
-from swarm.codec import lossless_codec
 from swarm.compute import ComputeThread
 from swarm.families import Family, family_of
 from swarm.frames import FrameType
@@ -37,6 +36,7 @@ from swarm.identity import Identity
 from swarm.joincode import JoinCode
 from swarm.model import SwarmModel
 from swarm.progress import silent
+from swarm.quantized import NONE
 from swarm.session import SessionConfig, StepTrace
 from swarm.transport import Endpoint, Heartbeat, StreamCarrier
 from tests.whole.stand_ins import Deaf, Host, MemoryCarrier, MemoryDirectory, MemoryNet, Tap
@@ -56,11 +56,14 @@ class InProcessPeer:
     tap: Tap
     address: str
 
-    def __init__(self, swarm: InProcessSwarm, span: Span, identity: Identity, cache_bytes: int, limits: SessionLimits):
+    def __init__(
+        self, swarm: InProcessSwarm, span: Span, identity: Identity, quantization: str, cache_bytes: int,
+        limits: SessionLimits,
+    ):  # fmt: skip
         self.swarm, self.span, self.identity, self.peer_id = swarm, span, identity, identity.peer_id
         self.host = Host(f"peer {span}")
         self.alive = True
-        self._cache_bytes, self._limits = cache_bytes, limits
+        self._quantization, self._cache_bytes, self._limits = quantization, cache_bytes, limits
         self._stack = AsyncExitStack()
 
     async def open(self) -> None:
@@ -69,7 +72,9 @@ class InProcessPeer:
     async def _open(self) -> None:
         swarm, stack = self.swarm, self._stack
         thread = await stack.enter_async_context(ComputeThread(threads=1))
-        blocks = await thread.run(Blocks.load, swarm.checkpoint, swarm.family, self.span, swarm.dtype, "cpu")
+        blocks = await thread.run(
+            Blocks.load, swarm.checkpoint, swarm.family, self.span, swarm.dtype, "cpu", quantization=self._quantization
+        )
         self.service = Service(
             me=self.peer_id,
             blocks=blocks,
@@ -170,13 +175,13 @@ class InProcessSwarm:
         span: str,
         *,
         identity: Identity | None = None,
+        quantization: str = NONE,
         cache_bytes: int = PLENTY,
         limits: SessionLimits | None = None,
         announce: bool = True,
     ) -> InProcessPeer:
-        peer = InProcessPeer(
-            self, Span.parse(span), identity or Identity.generate(), cache_bytes, limits or SessionLimits()
-        )
+        identity, limits = identity or Identity.generate(), limits or SessionLimits()
+        peer = InProcessPeer(self, Span.parse(span), identity, quantization, cache_bytes, limits)
         self.peers.append(peer)
         await peer.open()
         if announce:
@@ -221,7 +226,6 @@ class InProcessSwarm:
         self,
         *,
         client: str = "client",
-        wire: str | None = None,
         heartbeat: Heartbeat | None = None,
         refresh_s: float = 3600.0,
         learns: bool = False,
@@ -237,8 +241,7 @@ class InProcessSwarm:
             refresh_s=refresh_s,
             heartbeat=heartbeat or self.heartbeat,
         )
-        codec = lossless_codec(getattr(torch, wire) if wire else self.dtype)
-        return InProcessModel(self, config, SessionConfig(codec=codec, **session), learns)
+        return InProcessModel(self, config, SessionConfig(**session), learns)
 
     async def all_closed(self, timeout_s: float = 5.0) -> None:
         """Waits until no living peer holds a session, or memory but for what a client's next session may use."""

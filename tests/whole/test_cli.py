@@ -221,9 +221,11 @@ def test_what_serve_refuses(launch, swarm, tiny):
 def test_ctrl_c_says_goodbye(command, launch, swarm, tiny):
     """To the whole process group, as a terminal does it: p2pd has to survive it until the goodbye is said."""
     here = ["--host", "127.0.0.1", "--metrics-port", "0", "--join", swarm.join_code]
-    process = launch("serve", str(tiny), "--blocks", "1:3", "--json", *here)
+    process = launch("serve", str(tiny), "--blocks", "1:3", "--json", "--quantize", "int8", *here)
     assert process.stdout is not None
     serving = json.loads(process.stdout.readline())
+    assert serving["dtype"] == "float32/int8"
+    assert serving["weights_bytes"] < swarm.peers[0].facts["weights_bytes"] / 6  # half as many blocks, 9 bits for 32
     assert serving["metrics"].startswith("http://127.0.0.1:")
     with urllib.request.urlopen(serving["metrics"], timeout=PATIENCE_S) as answer:
         page = answer.read().decode()

@@ -1,0 +1,133 @@
+"""A peer that serves looks now and then whether other blocks need it more, and goes there without anybody noticing.
+
+Owns the order of things: look, lease, load beside the old blocks, look again, switch. Whether and where is decided in
+`routing/rebalancing.py`; how blocks are loaded and sessions handed over is the node's. Whatever fails on the way, the
+old blocks are served on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Protocol
+
+from peer.blocks import Blocks
+from routing.errors import SwarmError
+from routing.rebalancing import Lease, Rebalancer, goes_first, living, may_leave
+from routing.types import PeerId, PeerRecord, Span
+from routing.view import RecordsSeen, View, apply
+
+log = logging.getLogger(__name__)
+
+SETTLE_S = 3.0  # until a lease can be read by all who took one at the same moment
+RENEW_S = 15.0
+REST_LOOKS = 5  # that are left out after a move, or after blocks could not be loaded
+
+
+class Records(Protocol):
+    async def refresh(self) -> list[PeerRecord]: ...
+
+
+class LeaseBook(Protocol):
+    async def take(self, span: Span) -> Lease: ...
+    async def renew(self, lease: Lease) -> Lease: ...
+    async def give_back(self, lease: Lease) -> None: ...
+    async def read(self) -> list[Lease]: ...
+
+
+class Rebalancing:
+    def __init__(
+        self,
+        *,
+        me: PeerId,
+        n_blocks: int,
+        capacity: int,
+        directory: Records,
+        leases: LeaseBook,
+        clock: Callable[[], float],
+        load: Callable[[Span], Awaitable[Blocks]],
+        switch: Callable[[Blocks], Awaitable[None]],
+        settle_s: float = SETTLE_S,
+    ):
+        """`clock` is DHT time. `load` brings blocks into memory beside those that are served; `switch` serves them
+        instead."""
+        self._me, self._n_blocks, self._capacity = me, n_blocks, capacity
+        self._directory, self._leases, self._clock = directory, leases, clock
+        self._load, self._switch, self._settle_s = load, switch, settle_s
+        self._patience = Rebalancer(me)
+        self._resting = 0
+
+    async def run(self, every_s: float) -> None:
+        """Looks for ever, at times with jitter: peers that see the same gap must not all begin at once."""
+        while True:
+            await asyncio.sleep(every_s * random.uniform(0.5, 1.5))
+            try:
+                await self.look()
+            except SwarmError as error:
+                log.info("whether to move cannot be found out now: %s", error)
+
+    async def look(self) -> bool:
+        """Whether it has moved. Raises SwarmError if the directory cannot be read or written."""
+        if self._resting:
+            self._resting -= 1
+            return False
+        view, leases = await self._seen()
+        move = self._patience.look(view, leases, self._capacity, self._clock())
+        if move is None:
+            return False
+        lease = await self._leases.take(move.span)
+        try:
+            async with self._renewed(lease):
+                await asyncio.sleep(self._settle_s)
+                if not await self._still_first(lease):
+                    return False
+                why = "has nobody to serve it" if move.rescues else "is weak"
+                log.info("loading blocks %s: a part of them %s", move.span, why)
+                return await self._move(lease)
+        finally:
+            with suppress(SwarmError):  # then it expires
+                await self._leases.give_back(lease)
+
+    async def _move(self, lease: Lease) -> bool:
+        try:
+            blocks = await self._load(lease.span)
+        except (SwarmError, OSError, RuntimeError, MemoryError) as error:  # RuntimeError: torch's
+            log.warning("blocks %s could not be loaded, the old ones are served on: %s", lease.span, error)
+            self._resting = REST_LOOKS
+            return False
+        if not await self._still_first(lease):
+            return False
+        await self._switch(blocks)
+        self._resting = REST_LOOKS
+        return True
+
+    async def _still_first(self, lease: Lease) -> bool:
+        """Whether the lease holds, and nobody is left without blocks by it."""
+        view, leases = await self._seen()
+        now = self._clock()
+        held = any(other.peer_id == self._me for other in living(leases, now))
+        return held and goes_first(view, lease, leases, now) and may_leave(view, lease, leases, now)
+
+    async def _seen(self) -> tuple[View, list[Lease]]:
+        records, leases = await asyncio.gather(self._directory.refresh(), self._leases.read())
+        return apply(View({}, self._n_blocks), RecordsSeen(records)), leases
+
+    @asynccontextmanager
+    async def _renewed(self, lease: Lease) -> AsyncIterator[None]:
+        async def renew() -> None:
+            while True:
+                await asyncio.sleep(RENEW_S)
+                try:
+                    await self._leases.renew(lease)
+                except SwarmError as error:  # without a lease it will not move
+                    log.info("the lease could not be renewed: %s", error)
+
+        renewing = asyncio.create_task(renew())
+        try:
+            yield
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)

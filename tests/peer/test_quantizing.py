@@ -1,0 +1,195 @@
+"""Blocks with quantized weights: what they take, that they compute with just these; and which ones a peer chooses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from peer import cuda, devices, quantizing
+from peer.blocks import Blocks, estimated_block_bytes, linear_shapes
+from peer.config import PeerConfig
+from peer.cuda import check_device
+from peer.executor import Executor, PassItem
+from peer.quantizing import choose, pays
+from routing.errors import BadInput, UnsupportedQuantization
+from routing.types import Span
+from swarm import native
+from swarm.checkpoint import open_checkpoint
+from swarm.compute import ComputeThread
+from swarm.families import family_of
+from swarm.few_rows import FewRowsLinear
+from swarm.memory import ALIGNMENT, HUGE_PAGE
+from swarm.quantized import INT4, INT8, NF4, NONE, QUANTIZATIONS, unpack
+from tests.tiny import FAMILIES, make_tiny
+
+DTYPES = (torch.float32, torch.bfloat16)
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(request, tmp_path_factory):
+    return open_checkpoint(str(make_tiny(request.param, tmp_path_factory.mktemp(request.param))))
+
+
+@pytest.fixture
+def llama(tmp_path):
+    return open_checkpoint(str(make_tiny("llama", tmp_path)))
+
+
+def load(checkpoint, quantization: str, dtype: torch.dtype = torch.float32) -> Blocks:
+    family = family_of(checkpoint.config)
+    return Blocks.load(checkpoint, family, Span(0, 4), dtype, quantization=quantization)
+
+
+def put_unpacked(plain: Blocks, quantized: Blocks) -> None:
+    """Into the linear layers of `plain`, the weights that `quantized` computes with."""
+    for ours, theirs in zip(plain.layers, quantized.layers, strict=True):
+        for name, module in theirs.named_modules():
+            if isinstance(module, FewRowsLinear):
+                weight = unpack(module.weight, module.in_features, torch.float32)
+                target = ours.get_submodule(name).weight
+                target.copy_(weight if isinstance(ours.get_submodule(name), torch.nn.Linear) else weight.T)
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_blocks_of_every_family_compute_with_just_the_packed_weights(checkpoint, quantization):
+    quantized, plain = load(checkpoint, quantization), load(checkpoint, NONE)
+    assert any(isinstance(module, FewRowsLinear) for layer in quantized.layers for module in layer.modules())
+    torch.manual_seed(0)
+    put_unpacked(plain, quantized)
+    chunks = [torch.randn(rows, plain.shape.hidden) for rows in (7, 1)]
+    results = []
+    for blocks in (quantized, plain):
+        seat = blocks.seat(0, 4)
+        results.append([Executor(blocks).run([PassItem(seat, chunk)]).outputs[0] for chunk in chunks])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-3 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_they_take_what_was_said(checkpoint, quantization, dtype):
+    blocks, family = load(checkpoint, quantization, dtype), family_of(checkpoint.config)
+    said = [estimated_block_bytes(checkpoint.config, family, index, dtype, quantization) for index in range(4)]
+    assert list(blocks.block_bytes) == said
+    for layer in blocks.layers:
+        assert {tensor.dtype for tensor in layer.parameters()} == {torch.uint8, dtype}
+        assert not any(tensor.requires_grad for tensor in layer.parameters())
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_weights_are_packed_from_what_is_stored_whatever_the_dtype(llama, quantization):
+    packed = [[each.weight for each in load(llama, quantization, dtype).linears()] for dtype in DTYPES]
+    assert all(torch.equal(*pair) for pair in zip(*packed, strict=True))
+
+
+def test_they_lie_in_one_stretch_once(checkpoint):
+    blocks = load(checkpoint, INT4, torch.bfloat16)
+    tensors = [tensor for layer in blocks.layers for tensor in layer.parameters()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    assert sum(storages.values()) <= blocks.nbytes + len(tensors) * ALIGNMENT + HUGE_PAGE
+
+
+def test_every_linear_layer_is_packed_and_gpt2s_too(checkpoint):
+    blocks, family = load(checkpoint, INT8), family_of(checkpoint.config)
+    packed = [(linear.out_features, linear.in_features) for linear in blocks.linears()]
+    assert all(linear.weight.dtype == torch.uint8 for linear in blocks.linears())
+    shapes = [shape for index in range(4) for shape in linear_shapes(checkpoint.config, family, index)]
+    assert sorted(packed) == sorted(shapes)
+
+
+# -- which one -------------------------------------------------------------------------------------------------
+
+
+async def chosen(checkpoint, **options) -> str:
+    config = PeerConfig(model="m", **options)
+    async with ComputeThread(threads=1) as thread:
+        return await choose(config, checkpoint.config, family_of(checkpoint.config), thread)
+
+
+async def test_what_was_asked_for_is_taken(llama):
+    for quantization in (NONE, *QUANTIZATIONS):
+        assert await chosen(llama, quantize=quantization) == quantization
+
+
+async def test_auto_is_int8_where_that_is_quicker(llama, monkeypatch):
+    async def ready() -> bool:
+        return True
+
+    monkeypatch.setattr(native, "prepare", ready)
+    quicker = SimpleNamespace(answer=True)
+    monkeypatch.setattr(quantizing, "pays", lambda *arguments: quicker.answer)
+    assert await chosen(llama, quantize="auto", blocks=Span(0, 4)) == INT8
+    with monkeypatch.context() as patch:
+        patch.setattr(devices, "choose_device", lambda wanted: wanted)  # as if it were here
+        assert await chosen(llama, quantize="auto", device="cuda") == NONE
+    quicker.answer = False
+    assert await chosen(llama, quantize="auto") == NONE
+
+
+async def test_auto_is_int4_where_int8_does_not_fit(llama, monkeypatch):
+    async def ready() -> bool:
+        return True
+
+    family = family_of(llama.config)
+    needed = sum(estimated_block_bytes(llama.config, family, index, torch.float32, INT8) for index in range(4))
+    monkeypatch.setattr(native, "prepare", ready)
+    monkeypatch.setattr(quantizing, "pays", lambda *arguments: True)
+    for spare, wanted in ((0, INT8), (-1, INT4)):
+        monkeypatch.setattr(quantizing, "free_memory", lambda spare=spare: quantizing.RESERVE_BYTES + needed + spare)
+        assert await chosen(llama, quantize="auto", blocks=Span(0, 4)) == wanted
+
+
+async def test_auto_is_none_without_the_kernels(llama, monkeypatch):
+    async def none() -> bool:
+        return False
+
+    monkeypatch.setattr(native, "prepare", none)
+    assert await chosen(llama, quantize="auto") == NONE
+
+
+def test_what_pays_is_measured(native_kernels, monkeypatch):
+    """On a clock that goes by the bytes of weights that were read, or by how many were unpacked."""
+    clock = [0.0]
+    by_bytes = lambda linear: linear.weight.nbytes  # noqa: E731
+    cost = {"of": by_bytes}
+    monkeypatch.setattr(quantizing, "MEASURED_BYTES", 1 << 16)
+    monkeypatch.setattr(quantizing.time, "perf_counter", lambda: clock[0])
+
+    def forward(self: FewRowsLinear, x: torch.Tensor) -> None:
+        clock[0] += cost["of"](self)
+
+    monkeypatch.setattr(FewRowsLinear, "forward", forward)
+    assert pays([(64, 64), (32, 64)], torch.bfloat16)
+    cost["of"] = lambda linear: linear.weight.nbytes * (5 if linear.weight.dtype == torch.uint8 else 1)
+    assert not pays([(64, 64), (32, 64)], torch.bfloat16)
+    assert not pays([], torch.bfloat16)  # no linear layers
+
+
+# -- what cannot be --------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(BadInput, match="'int3' is not known; choose one of none, int8, int4, nf4, auto"):
+        PeerConfig(model="m", quantize="int3")
+
+
+def test_what_a_device_cannot_do_is_told_before_anything_is_loaded(monkeypatch):
+    def missing(name: str) -> None:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(cuda, "import_module", missing)
+    for quantization, device, advice in (
+        (INT8, "cuda", r"pip install 'swarm-runtime\[quantization\]'"),
+        (NF4, "cuda:1", r"pip install 'swarm-runtime\[quantization\]'"),
+        (INT4, "cuda", "nf4"),
+        (INT8, "mps", "none"),
+    ):
+        with pytest.raises(UnsupportedQuantization) as refused:
+            check_device(quantization, device)
+        assert refused.value.exit_code == 6
+        assert refused.match(quantization) and advice.replace("\\", "") in refused.value.advice
+    for quantization, device in ((NONE, "cuda"), ("auto", "mps"), (INT4, "cpu")):
+        check_device(quantization, device)

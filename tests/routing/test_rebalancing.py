@@ -1,0 +1,72 @@
+"""Patience, and one move at a time in a region."""
+
+from __future__ import annotations
+
+import pytest
+
+from routing.rebalancing import Lease, Rebalancer, goes_first, may_leave, overlap
+from routing.types import PeerState, Span
+from tests.routing.test_placement import view_of
+
+JOINING, SERVING, DRAINING, LEAVING = PeerState
+CROWDED = view_of(4, *((peer, "0:2", SERVING) for peer in ("a", "b", "c", "d")), ("z", "2:4", SERVING))
+BARE = view_of(4, *((peer, "0:2", SERVING) for peer in ("a", "b", "c")), ("z", "2:4", DRAINING))
+
+
+def lease(peer: str, span: str, since: float = 0.0, lasts: float = 60.0) -> Lease:
+    return Lease(peer_id=peer, span=Span.parse(span), since=since, expires_at=since + lasts)
+
+
+def test_a_gain_must_be_seen_twice():
+    peer = Rebalancer("a")
+    assert peer.look(CROWDED, [], 2, 0.0) is None
+    assert peer.look(CROWDED, [], 2, 30.0).span == Span(2, 4)
+
+
+def test_a_gain_that_went_away_begins_anew():
+    peer, well = Rebalancer("a"), view_of(4, ("a", "0:2", SERVING), ("z", "2:4", SERVING))
+    assert [peer.look(view, [], 2, 0.0) for view in (CROWDED, well, CROWDED)] == [None, None, None]
+    assert peer.look(CROWDED, [], 2, 0.0) is not None
+
+
+@pytest.mark.parametrize("state", [DRAINING, LEAVING])
+def test_a_rescue_waits_for_no_second_look(state):
+    view = view_of(4, *((peer, "0:2", SERVING) for peer in ("a", "b")), ("z", "2:4", state))
+    move = Rebalancer("a").look(view, [], 2, 0.0)
+    assert move.rescues and move.span == Span(2, 4)
+
+
+def test_who_sees_anothers_lease_for_the_gap_stays():
+    assert Rebalancer("a").look(BARE, [lease("b", "2:4")], 2, 1.0) is None
+
+
+def test_a_lease_whose_holder_died_is_over_when_it_expires():
+    dead = lease("b", "2:4", lasts=60.0)
+    assert Rebalancer("a").look(BARE, [dead], 2, 59.0) is None
+    assert Rebalancer("a").look(BARE, [dead], 2, 61.0).span == Span(2, 4)
+
+
+def test_one_at_a_time_also_from_the_same_place():
+    view = view_of(6, *((p, "0:2", SERVING) for p in "abcd"), ("y", "2:4", DRAINING), ("z", "4:6", DRAINING))
+    assert Rebalancer("a").look(view, [lease("b", "2:4")], 2, 1.0) is None
+    assert overlap(view, lease("a", "4:6"), lease("b", "2:4"))  # both leave 0:2
+    assert not overlap(view, lease("a", "2:4"), lease("x", "4:6"))  # nobody knows what x serves
+
+
+@pytest.mark.parametrize(("mine", "other", "first"), [(5.0, 6.0, True), (6.0, 5.0, False), (5.0, 5.0, True)])
+def test_of_two_that_race_the_older_goes_first_then_the_lower_id(mine, other, first):
+    a, b = lease("a", "2:4", mine), lease("b", "2:4", other)
+    assert goes_first(BARE, a, [a, b], 7.0) is first
+    assert goes_first(BARE, b, [a, b], 7.0) is not first
+
+
+def test_a_lease_that_lies_far_ahead_counts_for_nothing():
+    assert goes_first(BARE, lease("b", "2:4", 5.0), [lease("a", "2:4", 99.0)], 6.0)
+
+
+def test_before_old_blocks_are_given_up_they_must_have_somebody_else():
+    mine = lease("a", "2:4")
+    assert may_leave(BARE, mine, [mine], 1.0)
+    alone = view_of(4, ("a", "0:2", SERVING), ("z", "2:4", DRAINING))
+    assert not may_leave(alone, mine, [mine], 1.0)
+    assert not may_leave(BARE, mine, [mine, lease("b", "2:4"), lease("c", "2:4")], 1.0)  # they go too
