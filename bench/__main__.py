@@ -19,6 +19,7 @@ from bench import (
     engine,
     faults,
     herd,
+    joins,
     moves,
     placement,
     plans,
@@ -70,6 +71,7 @@ PARTS: dict[str, Part] = {
     "watched": watched.watched,
     "memory": process.memory,
     "launch": process.launch,
+    "joins": joins.joins,
 }
 LONG_PARTS: dict[str, Part] = {"eight20": speed.eight20, "alarms": wide.alarms}
 METHOD = (

@@ -192,9 +192,11 @@ class Setting:
                 yield swarm
 
     @contextmanager
-    def client(self, swarm: LocalSwarm, dtype: str = "float32", wire: str = "exact") -> Iterator[Client]:
+    def client(
+        self, swarm: LocalSwarm, dtype: str = "float32", wire: str = "exact", wait_s: float = 0.0
+    ) -> Iterator[Client]:
         before = swarm.lab.on(1) if isinstance(swarm, LabSwarm) else []
-        client = Client(self.model, swarm.join_code, self._folder, dtype, before, wire=wire)
+        client = Client(self.model, swarm.join_code, self._folder, dtype, before, wait_s, wire=wire)
         try:
             yield client
         finally:

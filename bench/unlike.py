@@ -35,7 +35,7 @@ def slow(times: float) -> None:
 
     def slow_measure(blocks: Blocks) -> Speed:
         speed = measure(blocks)
-        return replace(speed, prefill_s=speed.prefill_s * times)
+        return replace(speed, prefill={tokens: s * times for tokens, s in speed.prefill.items()})
 
     Pass.advance = slow_advance  # type: ignore[method-assign]
     node.measure = slow_measure

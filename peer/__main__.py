@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from peer.sizes import parse_size
 from routing.types import Span
 from swarm.joincode import JoinCode
 from swarm.terminal import Console, guarded, process, run, setup_logging
@@ -62,8 +64,12 @@ def serve(
     region: Annotated[
         str, typer.Option(metavar="NAME", help="the data region this peer is in, told to clients, as eu or us-east")
     ] = "",
-    device: Annotated[str, typer.Option(help="torch device")] = "cpu",
-    threads: Annotated[int | None, typer.Option(help="cores for computing; all by default")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, mps; auto: the best that is here")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="cores for computing; all, or a share beside other peers")] = None,
+    nice: Annotated[bool, typer.Option("--nice", help="compute only while nobody else wants the processor")] = False,
+    max_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="most for weights and sessions' caches together, as 4G or 900M")
+    ] = None,
     cache: Annotated[int | None, typer.Option(metavar="MIB", help="memory for sessions' caches")] = None,
     identity: Annotated[Path | None, typer.Option(help="key file of this peer; made if it is not there")] = None,
     direct: Annotated[bool, typer.Option(help="direct connections (else only the swarm's own network)")] = True,
@@ -82,10 +88,11 @@ def serve(
     setup_logging(verbose)
     with guarded(console):
         span = Span.parse(blocks) if blocks else None
+        max_memory_bytes = parse_size(max_memory) if max_memory else None
         if join and join != "-":
             JoinCode.parse(join)  # a typing error is told at once
         with console.progress("starting"):
-            import_module("peer.node")  # torch takes seconds to import: not before --help
+            _import("peer.node")  # torch takes seconds to import: not before --help
         from peer.config import PeerConfig
 
         if join == "-":
@@ -106,6 +113,8 @@ def serve(
             region=region,
             device=device,
             threads=threads,
+            nice=nice,
+            max_memory_bytes=max_memory_bytes,
             cache_bytes=None if cache is None else cache << 20,
             identity_path=identity,
             direct=direct,
@@ -114,6 +123,17 @@ def serve(
             metrics_host=metrics_host,
         )
         run(_serve(config, console, until_stdin_closes))
+
+
+def _import(module: str) -> None:
+    """Without the collector: what is imported stays, and looking for garbage in it takes a fifth of the time. Nor is it
+    looked through later."""
+    gc.disable()
+    try:
+        import_module(module)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 async def _serve(config, console: Console, until_stdin_closes: bool) -> None:

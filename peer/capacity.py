@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -12,13 +14,22 @@ import torch
 from peer.blocks import Blocks
 from peer.executor import Executor, PassItem
 from routing.errors import NotEnoughMemory
+from routing.types import Span
 
 RESERVE_BYTES = 1 << 30  # for the interpreter, p2pd and everybody else on the machine
-PREFILL_TOKENS = 64
+LEAST_CACHE_BYTES = 1 << 20
+CACHE_SHARE = 0.5  # of the memory that is left once the blocks are loaded
+DECODE_ROWS = (1, 4, 16)
+PREFILL_TOKENS = (64, 256)
+PREFILL_BLOCKS = 4  # a chunk is bound by computing, so a few blocks tell what all would
+MOST_RUNS, ENOUGH_S = 3, 0.5  # of one batch size
 
 
-def free_memory() -> int:
-    """Bytes that may still be used: the machine's, or what is left of the control group's limit if that is less."""
+def free_memory(device: str = "cpu") -> int:
+    """Bytes that may still be used: the device's, and of this machine's own what is left of the control group's limit
+    if that is less."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     free = psutil.virtual_memory().available
     for limit_file, used_file in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -33,37 +44,94 @@ def free_memory() -> int:
     return free
 
 
-def blocks_that_fit(block_bytes: int, free_bytes: int) -> int:
-    """How many blocks fit with as much again left for the cache. Raises NotEnoughMemory if not even one does."""
-    count = int(max(0, free_bytes - RESERVE_BYTES) // (2 * block_bytes))
-    if count < 1:
-        raise NotEnoughMemory(
-            f"one block takes {block_bytes / 2**20:.0f} MiB, and {free_bytes / 2**20:.0f} MiB are free",
-            advice="Free some memory, or use --dtype bfloat16 or --quantize int4.",
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What weights and cache may take together."""
+
+    free_bytes: int
+    limit_bytes: int | None = None  # the owner's own (--max-memory)
+    cache_bytes: int | None = None  # the owner's wish; None: as much as is right
+
+    def blocks_that_fit(self, block_bytes: int) -> int:
+        """How many blocks fit beside their cache: the wished one, else as much again as the blocks. Something is left
+        for the rest of the machine. Raises NotEnoughMemory if not even one does."""
+        room = self._within_limit(self.free_bytes - RESERVE_BYTES)
+        count = room // (2 * block_bytes) if self.cache_bytes is None else (room - self.cache_bytes) // block_bytes
+        if count < 1:
+            raise self._too_little(f"one block takes {_mib(block_bytes)}")
+        return count
+
+    def check(self, span: Span, block_bytes: int) -> None:
+        """Whether blocks that the owner chose fit at all. Raises NotEnoughMemory."""
+        weights, cache = len(span) * block_bytes, self.cache_bytes or LEAST_CACHE_BYTES
+        if weights + cache > self._within_limit(self.free_bytes):
+            raise self._too_little(f"blocks {span} take {_mib(weights)}")
+
+    def for_cache(self, weights_bytes: int) -> int:
+        """Bytes for the cache, once the weights are loaded. Raises NotEnoughMemory."""
+        most = self.cache_bytes or int(CACHE_SHARE * self.free_bytes)
+        if self.limit_bytes is not None:
+            most = min(most, self.limit_bytes - weights_bytes)
+        if most < LEAST_CACHE_BYTES:
+            raise self._too_little(f"the weights take {_mib(weights_bytes)}, and nothing is left for the cache")
+        return most
+
+    def _within_limit(self, free_bytes: int) -> int:
+        return max(0, free_bytes if self.limit_bytes is None else min(free_bytes, self.limit_bytes))
+
+    def _too_little(self, what: str) -> NotEnoughMemory:
+        cache = f" beside {_mib(self.cache_bytes)} of cache" if self.cache_bytes else ""
+        limit = f", and --max-memory allows {_mib(self.limit_bytes)}" if self.limit_bytes is not None else ""
+        return NotEnoughMemory(
+            f"{what}{cache}; {_mib(self.free_bytes)} are free{limit}",
+            advice="Free some memory, serve fewer blocks (--blocks A:B), or use --dtype bfloat16 or --quantize int4.",
         )
-    return count
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.0f} MiB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Seconds for one block: one token of a decode step, one token of a prefill chunk."""
+    """Seconds that one block takes: for a decode pass by its rows, for a prefill chunk by its tokens."""
 
-    decode_s: float
-    prefill_s: float
+    decode: dict[int, float]
+    prefill: dict[int, float]
+
+    @property
+    def decode_s(self) -> float:
+        """One token alone."""
+        return self.decode[min(self.decode)]
+
+    @property
+    def prefill_s(self) -> float:
+        """One token of a short chunk."""
+        tokens = min(self.prefill)
+        return self.prefill[tokens] / tokens
 
 
 def measure(blocks: Blocks) -> Speed:
-    """A few passes of random rows; also brings the weights into memory. Takes a few tenths of a second."""
+    """Passes of random rows, after one that counts for nothing. Takes seconds for a large span."""
     executor, span = Executor(blocks), blocks.span
-    seat = blocks.seat(span.start, span.end)
 
-    def seconds(tokens: int) -> float:
+    def run(sessions: int, tokens: int, end: int) -> None:
         rows = torch.randn(tokens, blocks.shape.hidden).to(blocks.shape.dtype)
-        begun = time.perf_counter()
-        executor.run([PassItem(seat, rows)])
-        return time.perf_counter() - begun
+        executor.run([PassItem(blocks.seat(span.start, end), rows) for _ in range(sessions)])
 
-    seconds(1)
-    decode = min(seconds(1) for _ in range(3))
-    prefill = seconds(PREFILL_TOKENS)
-    return Speed(decode_s=decode / len(span), prefill_s=prefill / PREFILL_TOKENS / len(span))
+    run(1, 1, span.end)
+    few = min(span.end, span.start + PREFILL_BLOCKS)
+    return Speed(
+        decode={n: _quickest(partial(run, n, 1, span.end)) / len(span) for n in DECODE_ROWS},
+        prefill={n: _quickest(partial(run, 1, n, few)) / (few - span.start) for n in PREFILL_TOKENS},
+    )
+
+
+def _quickest(work: Callable[[], None]) -> float:
+    """Seconds of the quickest of some runs; what takes long is not repeated."""
+    runs: list[float] = []
+    while len(runs) < MOST_RUNS and sum(runs) < ENOUGH_S:
+        begun = time.perf_counter()
+        work()
+        runs.append(time.perf_counter() - begun)
+    return min(runs)

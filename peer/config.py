@@ -7,13 +7,14 @@ from pathlib import Path
 
 import torch
 
+from peer import devices
 from routing.errors import BadInput
 from routing.types import Span, parse_region
 from swarm.codec import COMPUTE_DTYPES
 from swarm.link import Heartbeat
 from swarm.quantized import NONE, QUANTIZATIONS
 
-AUTO = "auto"
+AUTO = devices.AUTO  # the best that is here
 QUANTIZE = (NONE, *QUANTIZATIONS, AUTO)
 
 
@@ -31,9 +32,11 @@ class PeerConfig:
     dtype: str = "float32"
     quantize: str = NONE  # of the weights of linear layers; auto: see peer/quantizing.py
     region: str = ""  # the data region that others are told; empty: none
-    device: str = "cpu"
-    threads: int | None = None  # cores for computing; None: all
+    device: str = AUTO  # then the one that was found
+    threads: int | None = None  # cores for computing; None: all, or a share beside other peers on the machine
+    nice: bool = False  # computing gives way to whatever else the machine has to do
     cache_bytes: int | None = None  # None: half of what is free after loading
+    max_memory_bytes: int | None = None  # for weights and cache together; None: what is free
     identity_path: Path | None = None  # None: the first of this user's that is not in use
     direct: bool = True  # False: only streams through the swarm's own network
     renew_s: float = 15.0
@@ -44,6 +47,7 @@ class PeerConfig:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "device", devices.choose_device(self.device))
         if self.dtype not in COMPUTE_DTYPES:
             raise BadInput(f"dtype {self.dtype!r} is not known; choose one of {', '.join(COMPUTE_DTYPES)}")
         if self.quantize not in QUANTIZE:
@@ -58,6 +62,8 @@ class PeerConfig:
                 raise BadInput(f"{name} must be between 0 and 65535, not {port}")
         if self.cache_bytes is not None and self.cache_bytes < 1 << 20:
             raise BadInput("the cache needs at least 1 MiB")
+        if self.max_memory_bytes is not None and self.max_memory_bytes < 1 << 20:
+            raise BadInput("a peer needs at least 1 MiB of memory")
         if self.most_blocks is not None and self.most_blocks < 1:
             raise BadInput(f"a peer serves at least one block, not {self.most_blocks}")
         if not 0 <= self.rebalance_s < 1e6:

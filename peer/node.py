@@ -13,19 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from peer.announcer import Announcer
 from peer.blocks import Blocks, estimated_block_bytes
+from peer.borrowed import Borrowed
 from peer.cache import CacheBudget
-from peer.capacity import Speed, blocks_that_fit, free_memory, measure
+from peer.capacity import Memory, Speed, free_memory, measure
 from peer.config import PeerConfig
 from peer.cuda import check_device
+from peer.measured import measured, setting_of
 from peer.outside import Outside
 from peer.quantizing import choose
 from peer.rebalancing import Rebalancing
 from peer.scrape import MetricsServer
 from peer.service import Service
 from peer.succession import Succession
-from routing.errors import BadInput, NotEnoughMemory
+from routing.errors import BadInput, ModelNotFound, NotEnoughMemory
 from routing.placement import best_span
 from routing.reach import Notice
 from routing.rebalancing import with_leases
@@ -45,8 +49,9 @@ from swarm.hive import Hive
 from swarm.identity import Identity
 from swarm.joincode import JoinCode
 from swarm.leases import Leases
+from swarm.lending import lend
 from swarm.p2pd import refuse_taken_port
-from swarm.paths import free_peer_key, held
+from swarm.paths import earlier_peers, free_peer_key, held
 from swarm.progress import Progress, silent
 from swarm.quantized import NONE
 from swarm.reach import Doorbell
@@ -59,7 +64,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 JOIN_S = 30.0
-CACHE_SHARE = 0.5  # of the memory that is free once the blocks are loaded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +78,7 @@ class Serving:
     weights_bytes: int
     dtype: str  # that its blocks compute in, and how their weights are quantized
     cache_positions: int
+    speed: Speed  # of one block, when it began to serve
     metrics: str | None = None  # the address of the page for Prometheus
 
 
@@ -95,6 +100,7 @@ class Node:
         self._identity: Identity
         self._thread: ComputeThread
         self._checkpoint: Checkpoint
+        self._borrowed: Borrowed | None = None  # where the model is not on this disk
         self._family: Family
         self._n_blocks = 0
         self._quantization = NONE
@@ -123,7 +129,8 @@ class Node:
             await self._open_metrics(stack)
             self._take_identity(stack)
             native.load()
-            self._thread = await stack.enter_async_context(ComputeThread(threads=self.config.threads))
+            thread = ComputeThread(threads=self._threads(), nice=self.config.nice)
+            self._thread = await stack.enter_async_context(thread)
             blocks = await self._join_and_load(stack)
             await self._serve(stack, blocks)
             self._stack = stack.pop_all()
@@ -181,6 +188,14 @@ class Node:
             raise BadInput(f"another process uses the identity {wanted}")
         self._key_path, self._identity = path, Identity.load_or_create(path)
 
+    def _threads(self) -> int | None:
+        """Unless the owner says how many: all cores for the first peer on a machine, half of them for the second, a
+        third for the third. Nobody gives any back, so n peers have at most 1 + ln n threads a core, not n."""
+        config = self.config
+        if config.threads is not None or config.identity_path is not None:
+            return config.threads
+        return max(1, torch.get_num_threads() // (1 + earlier_peers(self._key_path)))
+
     async def _join_and_load(self, stack: AsyncExitStack) -> Blocks:
         """Join or begin the swarm, and load the blocks; p2pd starts while the model is read."""
         join = JoinCode.parse(self.config.join) if self.config.join else None
@@ -188,8 +203,9 @@ class Node:
         async with AsyncExitStack() as failed:
             if starting:
                 failed.push_async_callback(starting.undo)
-            await asyncio.to_thread(self._open_model)
-            self._quantization = await choose(self.config, self._checkpoint.config, self._family, self._thread)
+            absent = await asyncio.to_thread(self._open_model, join is not None)
+            if absent is None:
+                await self._choose_quantization()
             if join is None or starting is None:
                 return await self._found(stack)
             self._fingerprint = join.fingerprint
@@ -197,6 +213,10 @@ class Node:
             failed.pop_all()
         stack.push_async_callback(self._hive.close)
         self._manifest = await fetch_manifest(self._hive, join, JOIN_S)
+        if absent is not None:
+            self._borrowed = Borrowed(self._hive, join, self._manifest, absent)
+            self._use(await self._borrowed.open_model(stack))
+            await self._choose_quantization()
         self._open_directory()
         self._span = await self._choose()
         return await self._load_announced(stack)
@@ -208,6 +228,7 @@ class Node:
         announcer.renew_soon()
         announcing = asyncio.create_task(announcer.run())
         try:
+            await self._fetch(self._span)
             return await self._thread.run(self._load, self._span, self._check)
         finally:
             announcing.cancel()
@@ -228,8 +249,21 @@ class Node:
         self._open_directory()
         return blocks
 
-    def _open_model(self) -> None:
-        self._checkpoint = open_checkpoint(self.config.model, progress=self._progress)
+    def _open_model(self, others_may_have_it: bool) -> ModelNotFound | None:
+        """Why it is not here, where that need not be the end."""
+        try:
+            self._use(open_checkpoint(self.config.model, progress=self._progress))
+        except ModelNotFound as error:
+            if not others_may_have_it:
+                raise
+            return error
+        return None
+
+    async def _choose_quantization(self) -> None:
+        self._quantization = await choose(self.config, self._checkpoint.config, self._family, self._thread)
+
+    def _use(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
         self._family = family_of(self._checkpoint.config)
         self._n_blocks = self._family.n_blocks(text_config(self._checkpoint.config))
 
@@ -263,13 +297,14 @@ class Node:
         if wanted is not None:
             if wanted.end > self._n_blocks:
                 raise BadInput(f"there are no blocks {wanted}: the model has {self._n_blocks}")
+            self._memory().check(wanted, self._block_bytes())
             return wanted
         view, now = View({}, self._n_blocks), 0.0
         if self.config.join:
             now = self._hive.dht_time()
             records, leases = await asyncio.gather(self._directory.refresh(), self._leases.read())
             view = with_leases(apply(view, RecordsSeen(records)), leases)
-        fit = blocks_that_fit(self._block_bytes(), free_memory())
+        fit = self._memory().blocks_that_fit(self._block_bytes())
         self._capacity = min(self._n_blocks, fit, self.config.most_blocks or fit)
         return best_span(view, self._n_blocks, self._capacity, now)
 
@@ -278,6 +313,21 @@ class Node:
         config, some = self._checkpoint.config, range(0, self._n_blocks, max(1, self._n_blocks // 4))
         dtype, quantization = self.config.torch_dtype, self._quantization
         return max(estimated_block_bytes(config, self._family, i, dtype, quantization) for i in some)
+
+    def _memory(self, taken_bytes: int = 0) -> Memory:
+        """`taken_bytes`: of the owner's limit."""
+        config, limit = self.config, self.config.max_memory_bytes
+        return Memory(
+            free_bytes=free_memory(config.device),
+            limit_bytes=None if limit is None else max(0, limit - taken_bytes),
+            cache_bytes=config.cache_bytes,
+        )
+
+    async def _fetch(self, span: Span) -> None:
+        """The weights of `span` from other peers, where the model is not on this disk."""
+        if self._borrowed is not None:
+            records = await self._directory.refresh()
+            await self._borrowed.fetch(self._checkpoint, self._family, span, records, self._progress)
 
     def _check(self, names: Sequence[str]) -> None:
         """Tensors of a swarm that was joined must be those of its manifest; a founder's have just made it."""
@@ -298,7 +348,8 @@ class Node:
 
     async def _serve(self, stack: AsyncExitStack, blocks: Blocks) -> None:
         config, hive, peer_id = self.config, self._hive, self._identity.peer_id
-        self._service = self._make_service(blocks, await self._thread.run(measure, blocks))
+        speed = await self._thread.run(self._measured, blocks)
+        self._service = self._make_service(blocks, speed)
         self._succession = Succession(self._service)
         stack.push_async_callback(self._succession.close)
         endpoint = self._endpoint = Endpoint(
@@ -318,6 +369,7 @@ class Node:
         manifest = manifests.to_bytes(self._manifest)
         await hive.serve_blob(MANIFEST, lambda: manifest)
         bootstrap = tuple(await hive.addresses())
+        await lend(hive, self._checkpoint)
         about = self._about(bootstrap).to_bytes()
         await hive.serve_blob(ABOUT, lambda: about)
         await Doorbell(hive, self._directory, self._addresses).serve()
@@ -340,6 +392,7 @@ class Node:
             weights_bytes=blocks.nbytes,
             dtype=self._dtype,
             cache_positions=self._positions(self._service.budget.limit_bytes),
+            speed=speed,
             metrics=self._metrics_url,
         )
 
@@ -348,8 +401,12 @@ class Node:
         """As records state it."""
         return self.config.dtype if self._quantization == NONE else f"{self.config.dtype}/{self._quantization}"
 
+    def _measured(self, blocks: Blocks) -> Speed:
+        setting = setting_of(blocks, self._fingerprint, self._dtype)
+        return measured(blocks, setting, self._checkpoint.cache_dir / "measured", measure)
+
     def _make_service(self, blocks: Blocks, speed: Speed) -> Service:
-        budget = CacheBudget(self.config.cache_bytes or int(CACHE_SHARE * free_memory()))
+        budget = CacheBudget(self._memory().for_cache(blocks.nbytes))
         return Service(me=self._identity.peer_id, blocks=blocks, budget=budget, thread=self._thread, speed=speed)
 
     # -- other blocks ----------------------------------------------------------------------------------------
@@ -369,8 +426,10 @@ class Node:
     async def _load_beside(self, span: Span) -> Blocks:
         """Off the compute thread, which goes on serving. Raises NotEnoughMemory if both spans do not fit: then the old
         one stays, since nobody is to notice a move."""
-        if blocks_that_fit(self._block_bytes(), free_memory()) < len(span):
+        taken = self._service.blocks.nbytes + self._service.budget.used_bytes
+        if self._memory(taken).blocks_that_fit(self._block_bytes()) < len(span):
             raise NotEnoughMemory(f"blocks {span} do not fit beside {self._span}")
+        await self._fetch(span)
         return await asyncio.to_thread(self._load, span, self._check)
 
     async def _switch(self, blocks: Blocks) -> None:
@@ -378,7 +437,7 @@ class Node:
         if self._state is not PeerState.SERVING:
             return
         load = self._service.load  # the machine is the same, and so is a block
-        self._service = self._make_service(blocks, Speed(decode_s=load.decode_s, prefill_s=load.prefill_s))
+        self._service = self._make_service(blocks, Speed(decode={1: load.decode_s}, prefill={1: load.prefill_s}))
         self._span = blocks.span
         self._succession.succeed(self._service, self._endpoint)
         if self._metrics is not None:

@@ -15,6 +15,7 @@
     |-- StartError              this machine cannot do it (exit code 6)
     |   |-- PortInUse
     |   |-- NotEnoughMemory
+    |   |-- NoSuchDevice        the device asked for is not in this machine
     |   |-- UnsupportedQuantization  the device cannot compute with weights so quantized
     |   `-- DaemonFailed        p2pd did not start, or died and could not be restarted
     |-- SessionError            a generation ended before its end (exit code 7)
@@ -109,6 +110,10 @@ class PortInUse(StartError):
 
 class NotEnoughMemory(StartError):
     advice = "Serve fewer blocks with --blocks A:B, or free some memory."
+
+
+class NoSuchDevice(StartError):
+    advice = "Leave out --device, and the peer takes what is here."
 
 
 class UnsupportedQuantization(StartError):

@@ -86,6 +86,14 @@ class Checkpoint(ABC):
         """The file that holds the tensor. It need not be on disk before `load` (hub)."""
 
     @abstractmethod
+    def place(self, name: str) -> tuple[Path, int, int]:
+        """The tensor's file, and where in it its bytes begin and how many they are."""
+
+    @abstractmethod
+    def heads(self) -> dict[Path, int]:
+        """The files here that the model is made of, and how many of their first bytes are read to open it."""
+
+    @abstractmethod
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Raises ModelNotFound where the checkpoint has none."""
 
@@ -206,6 +214,16 @@ class DirectoryCheckpoint(Checkpoint):
 
     def file_of(self, name: str) -> Path:
         return self.folder / self._shard_of(name)
+
+    def place(self, name: str) -> tuple[Path, int, int]:
+        stored = self._stored(name)[1]
+        return stored.file, stored.offset, stored.nbytes
+
+    def heads(self) -> dict[Path, int]:
+        whole = [path for name in (CONFIG, INDEX) if (path := self.folder / name).is_file()]
+        shards = [path for name in sorted(set(self._file_of.values())) if (path := self.folder / name).is_file()]
+        headers = {path: min(stored.offset for stored in self._header(path.name).values()) for path in shards}
+        return {path: path.stat().st_size for path in whole} | headers
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return load_tokenizer(self.folder, self.source)

@@ -7,6 +7,7 @@ standard library's executor takes 140.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,9 +31,10 @@ class _Job:
 class ComputeThread:
     """`async with`: leaving waits for the work under way, and starts no more."""
 
-    def __init__(self, *, threads: int | None = None, name: str = "compute"):
-        """`threads`: how many cores one operation may use; None leaves torch's own choice."""
-        self._threads = threads
+    def __init__(self, *, threads: int | None = None, nice: bool = False, name: str = "compute"):
+        """`threads`: how many cores one operation may use; None leaves torch's own choice. `nice`: it computes while
+        nobody else wants the processor."""
+        self._threads, self._nice = threads, nice
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._compute, name=name, daemon=True)
@@ -62,6 +64,8 @@ class ComputeThread:
         await self.close()
 
     def _compute(self) -> None:
+        if self._nice:
+            give_way()  # before torch starts its own threads, which inherit it
         if self._threads is not None:
             torch.set_num_threads(self._threads)
         while (job := self._jobs.get()) is not None:
@@ -77,6 +81,15 @@ class ComputeThread:
                 error = raised
             job.loop.call_soon_threadsafe(_settle, job.done, result, error)
             del job, result, error  # or they would live until the next one comes
+
+
+def give_way() -> None:
+    """This thread, and those that it starts, run when the processor would idle: the system's class for that, else the
+    lowest priority. The event loop's thread stays as it is: heartbeats are cheap and must be on time."""
+    if hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    else:
+        os.nice(19)
 
 
 def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

@@ -35,6 +35,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from routing.errors import DamagedWeights, ModelError, ModelNotFound
+from swarm import disk_cache
 from swarm.checkpoint import Checkpoint, with_eos_list
 from swarm.gguf_config import END_KEYS, ROPE_FACTORS, read_config
 from swarm.tensor_file import digest_of_range, read_range
@@ -102,6 +103,14 @@ class GgufCheckpoint(Checkpoint):
     def file_of(self, name: str) -> Path:
         self._entry(name)
         return self.path
+
+    def place(self, name: str) -> tuple[Path, int, int]:
+        entry = self._entry(name)
+        return self.path, entry.offset, entry.nbytes
+
+    def heads(self) -> dict[Path, int]:
+        factors = self._entries.get(ROPE_FACTORS)  # part of the configuration
+        return {self.path: max(self._header_bytes, factors.offset + factors.nbytes if factors else 0)}
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Converted the first time (seconds, if merges must be derived), then read from the cache."""
@@ -272,18 +281,21 @@ def read_header(path: Path) -> tuple[dict[str, Entry], int, dict[str, Any]]:
 def keep_folder(folder: Path, fill: Callable[[Path], object]) -> None:
     """Makes `folder` by `fill(temporary folder)`, all or nothing; two processes may try at once.
 
-    The cache is a convenience: where it cannot be written (a read-only home, a full disk) nothing happens.
+    The cache is a convenience: where it cannot be written (a read-only home, a full disk), that is all that happens.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
-    except OSError:
+    except OSError as error:
+        disk_cache.without(folder.parent, error)
         return
     try:
         fill(temporary)
         os.replace(temporary, folder)
-    except OSError:  # among others: another process was first
+    except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if not folder.is_dir():  # else another process was first
+            disk_cache.without(folder.parent, error)
 
 
 def _arch_of(architecture: str) -> Any:

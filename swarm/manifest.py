@@ -8,8 +8,6 @@ fine-tune are two swarms, and so are a GGUF and the safetensors it was made from
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 import msgspec
 
 from routing.errors import DamagedWeights, ProtocolError, WrongModel
+from swarm import disk_cache
 from swarm.checkpoint import Checkpoint
 from swarm.progress import Progress, silent
 
@@ -118,7 +117,7 @@ def build(checkpoint: Checkpoint, progress: Progress | None = None) -> Manifest:
         done += sizes[name]
         report("manifest", done, total)
     manifest = Manifest(config_hash=config_hash(checkpoint.config), tensors=tensors)
-    _write_cached(cached, to_bytes(manifest))
+    disk_cache.keep(cached, to_bytes(manifest))
     return manifest
 
 
@@ -142,9 +141,12 @@ def check(checkpoint: Checkpoint, names: Iterable[str], manifest: Manifest) -> N
 
 def tensor_digest(checkpoint: Checkpoint, name: str) -> bytes:
     """What a manifest says of one tensor: its bytes and how they are to be read."""
-    digest = hashlib.blake2b(checkpoint.raw_digest(name), digest_size=DIGEST_BYTES)
-    digest.update(checkpoint.form(name).encode())
-    return digest.digest()
+    return digest_as(checkpoint.raw_digest(name), checkpoint.form(name))
+
+
+def digest_as(raw_digest: bytes, form: str) -> bytes:
+    """The same from the parts, where the bytes are not in a checkpoint yet."""
+    return hashlib.blake2b(raw_digest + form.encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def config_hash(config: Any) -> bytes:
@@ -177,15 +179,3 @@ def _read_cached(path: Path) -> Manifest | None:
         return from_bytes(path.read_bytes())
     except (OSError, ProtocolError):
         return None
-
-
-def _write_cached(path: Path, data: bytes) -> None:
-    """All or nothing. A cache that cannot be written is no reason to fail."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-        os.replace(temporary, path)
-    except OSError:
-        return

@@ -38,6 +38,11 @@ def free_peer_key(folder: Path | None = None) -> Iterator[Path]:
     raise StartError(f"all {MOST_PEERS} identities in {folder} are in use")
 
 
+def earlier_peers(path: Path) -> int:
+    """How many peers were on this machine when `free_peer_key` gave `path`."""
+    return int(path.stem.removeprefix("peer-"))
+
+
 @contextmanager
 def held(path: Path) -> Iterator[Path | None]:
     """Hold an identity file for this process; None if another process holds it."""

@@ -31,6 +31,7 @@ from swarm.progress import silent
 T = TypeVar("T")
 
 OURS = ("routing", "swarm", "peer")
+TOLD = ("swarm.disk_cache", "peer.measured")  # what the disk keeps or does not is the user's affair
 
 BUG = 1
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -262,6 +263,9 @@ def setup_logging(verbose: bool) -> None:
     # Libraries speak of their own affairs; what a user should know is said here by name.
     for package in OURS:
         logging.getLogger(package).setLevel(logging.INFO if verbose else logging.ERROR)
+    if not verbose:
+        for module in TOLD:
+            logging.getLogger(module).setLevel(logging.WARNING)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not verbose:

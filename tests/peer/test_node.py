@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,3 +80,23 @@ async def test_a_peer_whose_blocks_cannot_be_loaded_says_goodbye(
         async with AsyncExitStack() as stack:
             await node._load_announced(stack)
     assert told.records and told.left == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "config", "threads"),
+    [
+        (0, {}, 8),
+        (1, {}, 4),
+        (2, {}, 2),
+        (9, {}, 1),
+        (1, {"threads": 3}, 3),
+        (1, {"identity_path": Path("peer-1.key")}, None),
+    ],
+)
+def test_a_second_peer_on_a_machine_takes_half_the_cores(
+    monkeypatch: pytest.MonkeyPatch, place: int, config: dict[str, Any], threads: int | None
+) -> None:
+    monkeypatch.setattr("torch.get_num_threads", lambda: 8)
+    node = Node(PeerConfig(model="smollm2", **config))
+    node._key_path = Path(f"peer-{place}.key")
+    assert node._threads() == threads

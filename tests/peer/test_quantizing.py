@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from peer import cuda, quantizing
+from peer import cuda, devices, quantizing
 from peer.blocks import Blocks, estimated_block_bytes, linear_shapes
 from peer.config import PeerConfig
 from peer.cuda import check_device
@@ -122,7 +122,9 @@ async def test_auto_is_int8_where_that_is_quicker(llama, monkeypatch):
     quicker = SimpleNamespace(answer=True)
     monkeypatch.setattr(quantizing, "pays", lambda *arguments: quicker.answer)
     assert await chosen(llama, quantize="auto", blocks=Span(0, 4)) == INT8
-    assert await chosen(llama, quantize="auto", device="cuda") == NONE
+    with monkeypatch.context() as patch:
+        patch.setattr(devices, "choose_device", lambda wanted: wanted)  # as if it were here
+        assert await chosen(llama, quantize="auto", device="cuda") == NONE
     quicker.answer = False
     assert await chosen(llama, quantize="auto") == NONE
 

@@ -42,7 +42,7 @@ from swarm.transport import Endpoint, Heartbeat, StreamCarrier
 from tests.whole.stand_ins import Deaf, Host, MemoryCarrier, MemoryDirectory, MemoryNet, Tap
 
 CODE = JoinCode(bootstrap=(f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.generate().peer_id}",), fingerprint=bytes(32)).encode()
-SPEED = Speed(decode_s=1e-4, prefill_s=1e-5)
+SPEED = Speed(decode={1: 1e-4}, prefill={64: 64e-5})
 PLENTY = 1 << 30
 FAST = Heartbeat(ping_after_s=0.25, ping_every_s=0.125, dead_after_s=0.625)
 """A quarter of the real times: what must be noticed within 4 s must be noticed within 1 s of this."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import uvloop
 
 from peer.service import Service
-from routing.errors import TimedOut, Unreachable
+from routing.errors import SwarmError, TimedOut, Unreachable
 from routing.types import PeerId, PeerRecord
 from swarm.frames import Frame, FrameType
 from swarm.link import Link
@@ -163,7 +163,13 @@ class MemoryCarrier:
 
     def _accept(self, remote: PeerId, protocol: str, sock: socket.socket) -> None:
         async def handle() -> None:
-            await self._handlers[protocol](remote, *await asyncio.open_connection(sock=sock))
+            reader, writer = await asyncio.open_connection(sock=sock)
+            try:
+                await self._handlers[protocol](remote, reader, writer)
+            except (OSError, EOFError, SwarmError):
+                pass  # as a node does: the stream is over, and nothing else
+            finally:
+                writer.close()
 
         task = self._loop.create_task(handle())
         self._serving.add(task)

@@ -204,8 +204,11 @@ def test_what_serve_refuses(launch, swarm, tiny):
         in_use = launch("serve", str(tiny), "--port", port, *here)
         outside = launch("serve", str(tiny), "--blocks", "4:9", "--json", *here)
         typo = launch("serve", str(tiny), "--join", swarm.join_code[:-2], *here)
+        small = launch("serve", str(tiny), "--max-memory", "1M", "--cache", "1", *here)
         shown = finish(in_use)
         assert shown.code == 6 and port in shown.err and "PortInUse" in shown.err and "--port" in shown.err
+    shown = finish(small)
+    assert shown.code == 6 and "NotEnoughMemory" in shown.err and "--max-memory allows 1 MiB" in shown.err
     shown = finish(outside)
     assert shown.code == 2 and shown.facts["error"] == "BadInput" and "the model has 6" in shown.facts["message"]
     shown = finish(typo)
@@ -376,3 +379,20 @@ def test_the_demo(launch):
     assert killed in [hop["peer"] for hop in before] and killed not in [hop["peer"] for hop in after]
     assert all(hop["ms"] > 0 for hop in [*before, *after])
     assert facts["recoveries"] and facts["stall_ms"] > 0
+
+
+# -- weights from other peers --------------------------------------------------------------------------------------
+
+
+def test_a_peer_without_the_model_gets_its_blocks_from_the_others(launch, swarm, tmp_path):
+    """Blocks 1:5, of which no other peer has all; started again when it has them on its disk."""
+    elsewhere = {**os.environ, "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    absent = ["serve", "nobody/tiny", "--join", swarm.join_code, "--host", "127.0.0.1", "--json"]
+    peer = launch(*absent, "--blocks", "1:5", env=elsewhere)
+    assert peer.stdout is not None
+    serving = json.loads(peer.stdout.readline())
+    assert serving["event"] == "serving" and serving["span"] == "1:5", serving
+    peer.send_signal(signal.SIGINT)
+    assert finish(peer).code == 0
+    [model] = [folder for folder in (tmp_path / ".cache/swarm/models").iterdir() if folder.is_dir()]
+    assert {file.name for file in model.iterdir()} == {"config.json", "model.safetensors"}
