@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from swarm import native
+from tests.whole.stand_ins import until
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +82,7 @@ async def test_nobody_waits_for_the_compiler_in_order_to_leave(tmp_path, monkeyp
     with pytest.raises(asyncio.CancelledError):
         await preparing
     with contextlib.suppress(psutil.NoSuchProcess):  # killed by now; whoever inherits it may still have to reap it
-        assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        await until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
 async def test_it_can_be_switched_off(tmp_path, monkeypatch):

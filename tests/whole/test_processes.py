@@ -100,7 +100,10 @@ async def test_sigkill_of_a_hop_in_mid_answer(
 
         stall = await generate(session, smollm2, TOKENS // 2, kill)
         print(f"stall after SIGKILL: {1e3 * stall:.0f} ms")
-        assert killed[0].peer_id not in session.route.peers and len(session.recoveries) == 2
+        assert killed[0].peer_id not in session.route.peers
+        # On a busy machine the session may have moved to a quicker peer besides.
+        losses = [taken for taken in session.recoveries if not taken.reason.startswith("a cheaper route")]
+        assert len(losses) == 2, [taken.reason for taken in session.recoveries]
         assert stall < 4
 
 
