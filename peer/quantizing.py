@@ -40,7 +40,10 @@ async def choose(
         return NONE
     blocks = range(config.blocks.start, config.blocks.end) if config.blocks else ()
     needed = sum(estimated_block_bytes(model, family, index, config.torch_dtype, INT8) for index in blocks)
-    return INT8 if needed <= free_memory() - RESERVE_BYTES else INT4
+    room = free_memory() - RESERVE_BYTES
+    if config.max_memory_bytes is not None:
+        room = min(room, config.max_memory_bytes)
+    return INT8 if needed <= room else INT4
 
 
 def pays(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> bool:

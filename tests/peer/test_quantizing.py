@@ -140,6 +140,10 @@ async def test_auto_is_int4_where_int8_does_not_fit(llama, monkeypatch):
     for spare, wanted in ((0, INT8), (-1, INT4)):
         monkeypatch.setattr(quantizing, "free_memory", lambda spare=spare: quantizing.RESERVE_BYTES + needed + spare)
         assert await chosen(llama, quantize="auto", blocks=Span(0, 4)) == wanted
+    monkeypatch.setattr(quantizing, "free_memory", lambda: 1 << 40)
+    monkeypatch.setattr(quantizing, "estimated_block_bytes", lambda *arguments: 1 << 20)
+    for limit, wanted in ((4 << 20, INT8), ((4 << 20) - 1, INT4)):
+        assert await chosen(llama, quantize="auto", blocks=Span(0, 4), max_memory_bytes=limit) == wanted
 
 
 async def test_auto_is_none_without_the_kernels(llama, monkeypatch):
