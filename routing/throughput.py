@@ -7,8 +7,8 @@ all that it runs (one that the path comes to twice has the same hands for both).
 path over (block, peer); of all as good, the path of least cost is taken. Both are found by dynamic programming over
 stays, each taken for itself. Where such a path comes to a peer twice, that bounds its true pace only: then the problem
 is parted in two, the peer runs a certain block or does not, and the bounds tell which part to look at (branch and
-bound, Land and Doig, 1960). Exact for as many parts as `MOST_WORK` allows, dozens in a small swarm; in a large one
-what counts is the path found first, which comes to nobody twice.
+bound, Land and Doig, 1960). Exact for as many parts as are looked at: in a small swarm more than it ever took, in a
+large one few, and there what counts is the path found first, which comes to nobody twice.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ END = -1
 """Both ends of a path."""
 
 MOST_WORK = 1000  # peers looked at, each for each of its blocks in each part
+SMALL, MOST_PARTS = 64, 1000  # so many parts of a problem with so few peers, each for each of its blocks
 
 Stay = tuple[int, int, int]
 """A peer, the first block that it runs, and the one after the last."""
@@ -52,7 +53,8 @@ class Pipeline:
         whole: list[Set[int]] = [frozenset(peers) for peers in self.servers]
         parts = [(*self._bound(whole), next(number))]
         best_key, best = self._once(whole)
-        for _ in range(1 + MOST_WORK // sum(map(len, whole))):
+        size = sum(map(len, whole))
+        for _ in range(MOST_PARTS if size <= SMALL else 1 + MOST_WORK // size):
             if not parts or parts[0][0] >= best_key:
                 break
             (slowest, cost), path, servers, _ = heapq.heappop(parts)

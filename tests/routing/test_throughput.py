@@ -7,7 +7,7 @@ import random
 from collections import defaultdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from routing.throughput import END, Pipeline
@@ -47,6 +47,7 @@ def key_of(pipeline: Pipeline, transfers: dict, links: dict, stays: list[tuple[i
 
 
 @settings(max_examples=500, deadline=None)
+@example(18385)  # takes dozens of parts
 @given(st.integers(0, 2**32))
 def test_the_slowest_stage_is_the_least_of_all_chains_and_then_the_cost(seed: int) -> None:
     pipeline, transfers, links = random_pipeline(seed)
