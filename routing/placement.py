@@ -125,10 +125,10 @@ class _Swarm:
         records = [
             record
             for record in view.records.values()
-            if record.expires_at >= now and record.state in COUNTED and record.peer_id not in without
+            if record.expires_at >= now and record.state in COUNTED
         ]
-        self._median_s = _median_s(records)
-        spans = [(record.span, self.rate(record.decode_s)) for record in records]
+        self._median_s = _median_s(records)  # of all: what one is believed does not change as it moves
+        spans = [(each.span, self.rate(each.decode_s)) for each in records if each.peer_id not in without]
         self.n_blocks = view.n_blocks
         self.rates = Rates(view.n_blocks, spans)
         self.levels = self.rates.levels()

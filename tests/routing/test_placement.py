@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from routing.errors import BadInput
@@ -213,6 +213,7 @@ def test_who_does_not_serve_does_not_move():
     assert better_span(view_of(4), "me", 2, 0.0) is None
 
 
+@example([(0, 1, 0.0078125)], 10)  # the only one that states its speed
 @given(PEERS, st.integers(1, 10))
 def test_moves_only_help_and_come_to_an_end(peers, capacity):
     view = swarm(peers)
