@@ -56,6 +56,7 @@ from swarm.progress import Progress, silent
 from swarm.quantized import NONE
 from swarm.reach import Doorbell
 from swarm.records import RecordPolicy
+from swarm.tasks import until_one_ends
 from swarm.transport import Endpoint
 
 if TYPE_CHECKING:
@@ -144,15 +145,7 @@ class Node:
         works = [self._announcer.run(), self._succession.watch(), self._outside.run()]
         if self._capacity and self.config.rebalance_s:
             works.append(self._rebalancing().run(self.config.rebalance_s))
-        tasks = [asyncio.ensure_future(work) for work in works]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await until_one_ends(works)
 
     @property
     def sessions(self) -> int:

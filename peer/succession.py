@@ -7,13 +7,13 @@ has are handed over like those of a peer that leaves, and it serves them until t
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Hashable
 
 from peer.service import Service
 from routing.types import Span
 from swarm.frames import Frame, FrameType
 from swarm.link import Link
+from swarm.tasks import until_one_ends
 from swarm.transport import Endpoint
 
 RETIRE_S = 120.0  # a session that nobody can take over stays: unlike one that leaves, this peer is in no hurry
@@ -98,17 +98,7 @@ class Succession:
         """Ends only with an error of one of them. Raises SwarmError."""
         while True:
             self._changed.clear()
-            tasks = [asyncio.ensure_future(service.watch()) for service in self.services]
-            tasks.append(asyncio.ensure_future(self._changed.wait()))  # type: ignore[arg-type]
-            try:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-            finally:
-                for task in tasks:
-                    task.cancel()
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await asyncio.gather(task, return_exceptions=True)
+            await until_one_ends([*(service.watch() for service in self.services), self._changed.wait()])
 
     async def close(self) -> None:
         for service in self.services:

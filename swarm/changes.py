@@ -14,9 +14,10 @@ from typing import Annotated
 
 import msgspec
 
-from routing.errors import ProtocolError, TimedOut, Unreachable
+from routing.errors import ProtocolError
 from routing.types import PeerId
 from swarm.hive import Hive
+from swarm.one_shot import asking, read_answer
 from swarm.records import MOST_BLOCKS, block_key
 
 PROTOCOL = "swarm.changes.1"
@@ -85,21 +86,11 @@ async def ask_changes(
     Raises Unreachable, TimedOut, ProtocolError, DaemonFailed.
     """
     what = f"asking {peer_id} for changes"
+    question = msgspec.msgpack.encode(_Question(run, tuple(since.items())))
+    async with asking(hive, peer_id, PROTOCOL, timeout_s, what) as (reader, writer):
+        writer.write(len(question).to_bytes(2, "little") + question)
+        answer = await read_answer(reader, 4, _ANSWER_BYTES, what)
     try:
-        async with asyncio.timeout(timeout_s):
-            reader, writer = await hive.open(peer_id, PROTOCOL, timeout_s)
-            try:
-                question = msgspec.msgpack.encode(_Question(run, tuple(since.items())))
-                writer.write(len(question).to_bytes(2, "little") + question)
-                size = int.from_bytes(await reader.readexactly(4), "little")
-                if size > _ANSWER_BYTES:
-                    raise ProtocolError(f"{what}: an answer of {size} bytes; at most {_ANSWER_BYTES} are taken")
-                return msgspec.msgpack.decode(await reader.readexactly(size), type=Changes)
-            finally:
-                writer.close()
-    except TimeoutError:
-        raise TimedOut(f"{what}: no answer within {timeout_s:g} s") from None
-    except (ConnectionError, EOFError) as error:
-        raise Unreachable(f"{what}: the stream broke off") from error
+        return msgspec.msgpack.decode(answer, type=Changes)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ProtocolError(f"{what}: the answer is not readable: {error}") from None

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import msgspec
 
-from routing.errors import DaemonFailed, JoinError, ProtocolError, SwarmError, TimedOut, Unreachable
+from routing.errors import DaemonFailed, JoinError, ProtocolError, SwarmError, TimedOut
 from routing.reach import FAILED, NO_WAY, REACHED, REASONS, WRONG_IDENTITY, Answer, Quota, Way, may_dial
 from routing.types import PeerId
 from swarm.about import ABOUT, ABOUT_LIMIT
@@ -23,6 +23,7 @@ from swarm.discovery import Directory
 from swarm.handshake import check_certificate, client_context
 from swarm.hive import Hive
 from swarm.knock import connected, plainly
+from swarm.one_shot import asking, read_answer
 from swarm.records import MOST_ADDRESSES
 
 log = logging.getLogger(__name__)
@@ -118,20 +119,8 @@ async def ask(hive: Hive, peer_id: PeerId, timeout_s: float = ASK_S) -> Answer |
     Raises Unreachable, TimedOut, ProtocolError, DaemonFailed.
     """
     what = f"asking {peer_id} to dial"
-    try:
-        async with asyncio.timeout(timeout_s):
-            reader, writer = await hive.open(peer_id, PROTOCOL, timeout_s)
-            try:
-                size = int.from_bytes(await reader.readexactly(2), "little")
-                if size > _LIMIT:
-                    raise ProtocolError(f"{what}: an answer of {size} bytes; at most {_LIMIT} are taken")
-                return decode(await reader.readexactly(size), peer_id)
-            finally:
-                writer.close()
-    except TimeoutError:
-        raise TimedOut(f"{what}: no answer within {timeout_s:g} s") from None
-    except (ConnectionError, EOFError) as error:
-        raise Unreachable(f"{what}: the stream broke off") from error
+    async with asking(hive, peer_id, PROTOCOL, timeout_s, what) as (reader, _):
+        return decode(await read_answer(reader, 2, _LIMIT, what), peer_id)
 
 
 def decode(data: bytes, by: PeerId) -> Answer | None:

@@ -8,10 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine, Iterable
 from typing import Any
 
 log = logging.getLogger(__name__)
+
+
+async def until_one_ends(works: Iterable[Awaitable[Any]]) -> None:
+    """Runs all of them until the first one ends, and raises what that one raised; the others are cancelled."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Tasks:

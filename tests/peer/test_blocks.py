@@ -20,14 +20,9 @@ from routing.types import Span
 from swarm.checkpoint import open_checkpoint
 from swarm.families import family_of
 from swarm.memory import ALIGNMENT, HUGE_PAGE
-from tests.tiny import FAMILIES, LONGROPE, make_tiny
+from tests.tiny import LONGROPE, make_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def checkpoint(request, tmp_path_factory):
-    return open_checkpoint(str(make_tiny(request.param, tmp_path_factory.mktemp(request.param))))
 
 
 @pytest.fixture

@@ -22,15 +22,10 @@ from swarm.families import family_of
 from swarm.few_rows import FewRowsLinear
 from swarm.memory import ALIGNMENT, HUGE_PAGE
 from swarm.quantized import INT4, INT8, NF4, NONE, QUANTIZATIONS, unpack
-from tests.tiny import FAMILIES, make_tiny
+from tests.tiny import make_tiny
 
 DTYPES = (torch.float32, torch.bfloat16)
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def checkpoint(request, tmp_path_factory):
-    return open_checkpoint(str(make_tiny(request.param, tmp_path_factory.mktemp(request.param))))
 
 
 @pytest.fixture
