@@ -1,4 +1,4 @@
-"""A machine that cannot, as its owner meets it: no memory, no room on the disk, a device that fails."""
+"""What an owner meets that nobody wishes for: no memory, no room on the disk, a device that fails, a race for a gap."""
 
 from __future__ import annotations
 
@@ -139,3 +139,14 @@ async def test_a_device_is_lost_in_mid_answer(tiny: Path, local: Reference) -> N
             assert told["error"] == "DeviceLost" and told["message"] == f"cpu does not compute any more: {GONE}"
             await model._client.refresh()
             assert lost.peer_id not in {record.peer_id for record in model._client.records()}
+
+
+# -- others ---------------------------------------------------------------------------------------------------
+
+
+def test_two_that_race_for_a_gap_do_not_take_the_same_blocks(tiny: Path) -> None:
+    with LocalSwarm(str(tiny), [None], options=["--most-blocks", "2", "--rebalance", "0"]) as swarm:
+        racing = [swarm.launch(None) for _ in range(2)]
+        for peer in racing:
+            peer.wait_serving()
+        assert [swarm.peers[0].facts["span"], *sorted(peer.facts["span"] for peer in racing)] == ["0:2", "2:4", "4:6"]
