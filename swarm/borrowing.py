@@ -282,7 +282,7 @@ def _kept_in(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise StartError(
             f"the weights cannot be kept in {folder}: {error.strerror}",
-            advice="Make room there, or set HOME to a folder with room, and try again.",
+            advice="See that it has room and may be written, or set HOME to another folder.",
         ) from error
 
 

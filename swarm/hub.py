@@ -151,7 +151,7 @@ def _asking_the_hub(repo_id: str, ask: Callable[[], T]) -> T:
 def _not_kept(repo_id: str, error: BaseException) -> ModelNotFound:
     return ModelNotFound(
         f"{repo_id} cannot be kept in the hub's cache: {error}",
-        advice="Make room there, or set HF_HOME to a folder that can be written.",
+        advice="See that it has room and may be written, or set HF_HOME to another folder.",
     )
 
 

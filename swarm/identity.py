@@ -108,7 +108,7 @@ class Identity:
         except OSError as error:
             raise StartError(
                 f"cannot write the identity file {target}: {error.strerror}",
-                advice="Make room there, or set HOME to a folder that can be written.",
+                advice="See that it has room and may be written, or set HOME to another folder.",
             ) from error
 
 

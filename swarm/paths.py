@@ -51,7 +51,7 @@ def held(path: Path) -> Iterator[Path | None]:
     except OSError as error:
         raise StartError(
             f"the identity {path} cannot be kept: {error.strerror}",
-            advice="Make room there, or name a file elsewhere with --identity.",
+            advice="See that it has room and may be written, or name a file elsewhere with --identity.",
         ) from error
     try:
         try:

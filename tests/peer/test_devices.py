@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from peer import devices
+from peer.capacity import free_memory
 from peer.devices import computes, failure
 from routing.errors import DeviceLost, NotEnoughMemory
 
@@ -44,3 +45,13 @@ def test_what_computes_nothing_any_more_is_lost(monkeypatch: pytest.MonkeyPatch)
     assert str(named) == "meta does not compute any more: CUDA error: unspecified launch failure"
     monkeypatch.setattr(devices, "computes", lambda device: pytest.fail("a file that is not there says nothing of it"))
     assert failure(FileNotFoundError("config.json"), "meta") is None
+
+
+def test_a_device_that_cannot_tell_its_memory_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(device: str) -> tuple[int, int]:
+        raise torch.AcceleratorError("CUDA error: device not ready")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lost)
+    monkeypatch.setattr(devices, "computes", lambda device: False)
+    with pytest.raises(DeviceLost, match="device not ready"):
+        free_memory("cuda:0")
