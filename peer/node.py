@@ -23,7 +23,6 @@ from peer.cache import CacheBudget
 from peer.capacity import Memory, Speed, free_memory, measure
 from peer.config import PeerConfig
 from peer.cuda import check_device
-from peer.joining import Newcomer
 from peer.measured import measured, setting_of
 from peer.outside import Outside
 from peer.quantizing import choose
@@ -34,8 +33,9 @@ from peer.succession import Succession
 from routing.errors import BadInput, ModelNotFound, NotEnoughMemory
 from routing.placement import best_span
 from routing.reach import Notice
+from routing.rebalancing import with_leases
 from routing.types import PeerRecord, PeerState, Span
-from routing.view import View
+from routing.view import RecordsSeen, View, apply
 from swarm import manifest as manifests
 from swarm import native
 from swarm.about import ABOUT, About, public_name
@@ -115,7 +115,6 @@ class Node:
         self._leases: Leases
         self._span: Span
         self._capacity = 0  # blocks, if it may choose
-        self._newcomer: Newcomer | None = None  # if it may choose, and there are others
         self._service: Service
         self._succession: Succession
         self._announcer: Announcer
@@ -219,31 +218,17 @@ class Node:
         return await self._load_announced(stack)
 
     async def _load_announced(self, stack: AsyncExitStack) -> Blocks:
-        """While the blocks load, others see that they are about to be served: who comes meanwhile takes other ones. If
-        somebody came at the same moment, it may have to be others here."""
+        """While the blocks load, others see that they are about to be served: who comes meanwhile takes other ones."""
         announcer = Announcer(self._directory, self.record, self.config.renew_s)
         stack.push_async_callback(announcer.leave)  # if it comes to nothing; goodbye is said once
-        if self._newcomer is None:
-            announcer.renew_soon()
+        announcer.renew_soon()
         announcing = asyncio.create_task(announcer.run())
         try:
-            while True:
-                loading = asyncio.create_task(self._fetch_and_load(self._span))
-                try:
-                    span = await self._newcomer.settle(announcer, self._span) if self._newcomer else self._span
-                    if span == self._span:
-                        return await loading
-                finally:
-                    loading.cancel()
-                    await asyncio.gather(loading, return_exceptions=True)
-                self._span = span
+            await self._fetch(self._span)
+            return await self._compute(self._load, self._span, self._check)
         finally:
             announcing.cancel()
             await asyncio.gather(announcing, return_exceptions=True)
-
-    async def _fetch_and_load(self, span: Span) -> Blocks:
-        await self._fetch(span)
-        return await self._compute(self._load, span, self._check)
 
     async def _found(self, stack: AsyncExitStack) -> Blocks:
         """Begin a swarm: the whole checkpoint is here, and its manifest names the swarm."""
@@ -310,18 +295,14 @@ class Node:
                 raise BadInput(f"there are no blocks {wanted}: the model has {self._n_blocks}")
             self._memory().check(wanted, self._block_bytes())
             return wanted
+        view, now = View({}, self._n_blocks), 0.0
+        if self.config.join:
+            now = self._hive.dht_time()
+            records, leases = await asyncio.gather(self._directory.refresh(), self._leases.read())
+            view = with_leases(apply(view, RecordsSeen(records)), leases)
         fit = self._memory().blocks_that_fit(self._block_bytes())
         self._capacity = min(self._n_blocks, fit, self.config.most_blocks or fit)
-        if not self.config.join:
-            return best_span(View({}, self._n_blocks), self._n_blocks, self._capacity, 0.0)
-        self._newcomer = Newcomer(
-            n_blocks=self._n_blocks,
-            capacity=self._capacity,
-            directory=self._directory,
-            leases=self._leases,
-            clock=self._hive.dht_time,
-        )
-        return await self._newcomer.choose()
+        return best_span(view, self._n_blocks, self._capacity, now)
 
     def _block_bytes(self) -> int:
         """Of the greatest of some blocks, in memory."""

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from peer import devices
-from peer.announcer import Announcer
 from peer.config import PeerConfig
 from peer.node import Node
 from routing.errors import ModelError, UnsupportedQuantization
@@ -92,24 +91,6 @@ async def test_a_quantization_that_the_device_cannot_do_is_told_before_anything_
     with pytest.raises(UnsupportedQuantization, match="int4 is for CPUs"):
         async with Node(PeerConfig(model="./nowhere", quantize="int4", device="cuda")):
             pass
-
-
-async def test_who_chose_the_same_blocks_as_one_that_goes_first_loads_others(
-    loading: tuple[Node, Told], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node, told = loading
-    loaded: list[Span] = []
-
-    class Newcomer:
-        async def settle(self, announcer: Announcer, span: Span) -> Span:
-            assert (await announcer.announce()).span == span
-            return Span(3, 6)
-
-    monkeypatch.setattr(node, "_newcomer", Newcomer())
-    monkeypatch.setattr(node, "_load", lambda span, check: loaded.append(span))
-    async with AsyncExitStack() as stack:
-        await node._load_announced(stack)
-    assert [record.span for record in told.records] == [Span(0, 3), Span(3, 6)] and loaded[-1] == Span(3, 6)
 
 
 @pytest.mark.parametrize(
