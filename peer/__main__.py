@@ -173,7 +173,8 @@ async def _serve(config, console: Console, until_stdin_closes: bool) -> None:
         tasks = [renewing, stopping]
         if not renewing.done():
             if node.sessions:
-                console.say("handing over the sessions that are here; Ctrl-C again leaves at once")
+                with unheard():
+                    console.say("handing over the sessions that are here; Ctrl-C again leaves at once")
             tasks += [asyncio.create_task(node.hand_over()), asyncio.create_task(at_once.wait())]
             await asyncio.wait({renewing, *tasks[2:]}, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
@@ -181,22 +182,28 @@ async def _serve(config, console: Console, until_stdin_closes: bool) -> None:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
     finally:
-        console.say("leaving the swarm")
+        with unheard():
+            console.say("leaving the swarm")
         await node.__aexit__(None, None, None)
     console.event({"event": "left"})
+
+
+def unheard() -> contextlib.suppress:
+    """Whoever read what a peer says has left, or the disk where it is kept is full: the peer serves on."""
+    return contextlib.suppress(OSError)
 
 
 def _tell(notice, console: Console) -> None:
     """Whether others can connect to this peer, when that is news."""
     tried = [{"address": address, "reason": reason} for address, reason in notice.tried]
     facts = {"message": notice.message, "advice": notice.advice, "addresses": tried}
-    with contextlib.suppress(BrokenPipeError):  # nobody reads it any more, and the peer serves on
+    with unheard():
         console.event({"event": "reachable" if notice.reachable else "unreachable", **facts})
         console.note(f"{notice.message}: {notice.advice}" if notice.advice else notice.message, style="")
 
 
 def _moved(span: Span, console: Console) -> None:
-    with contextlib.suppress(BrokenPipeError):
+    with unheard():
         console.event({"event": "moved", "span": str(span)})
         console.note(f"serving blocks {span} now: the swarm needs them more", style="")
 

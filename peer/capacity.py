@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from peer.blocks import Blocks
+from peer.devices import failure
 from peer.executor import Executor, PassItem
 from routing.errors import NotEnoughMemory
 from routing.types import Span
@@ -27,9 +28,12 @@ MOST_RUNS, ENOUGH_S = 3, 0.5  # of one batch size
 
 def free_memory(device: str = "cpu") -> int:
     """Bytes that may still be used: the device's, and of this machine's own what is left of the control group's limit
-    if that is less."""
+    if that is less. Raises DeviceLost."""
     if torch.device(device).type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        try:
+            return torch.cuda.mem_get_info(device)[0]
+        except RuntimeError as error:
+            raise failure(error, device) or error from error
     free = psutil.virtual_memory().available
     for limit_file, used_file in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),

@@ -11,10 +11,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
+from peer import devices
 from peer.announcer import Announcer
 from peer.blocks import Blocks, estimated_block_bytes
 from peer.borrowed import Borrowed
@@ -65,6 +66,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 JOIN_S = 30.0
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,20 +225,20 @@ class Node:
         announcing = asyncio.create_task(announcer.run())
         try:
             await self._fetch(self._span)
-            return await self._thread.run(self._load, self._span, self._check)
+            return await self._compute(self._load, self._span, self._check)
         finally:
             announcing.cancel()
             await asyncio.gather(announcing, return_exceptions=True)
 
     async def _found(self, stack: AsyncExitStack) -> Blocks:
         """Begin a swarm: the whole checkpoint is here, and its manifest names the swarm."""
+        self._span = await self._choose()  # before all of a model is read that does not fit
         self._manifest = await asyncio.to_thread(manifests.build, self._checkpoint, self._progress)
         self._fingerprint = manifests.fingerprint(self._manifest)
-        self._span = await self._choose()
         starting = Starting(self._start_hive((), self._fingerprint))
         async with AsyncExitStack() as failed:
             failed.push_async_callback(starting.undo)
-            blocks = await self._thread.run(self._load, self._span, None)
+            blocks = await self._compute(self._load, self._span, None)
             self._hive = await starting.result()
             failed.pop_all()
         stack.push_async_callback(self._hive.close)
@@ -339,9 +342,19 @@ class Node:
             check=check,
         )
 
+    async def _compute(self, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """On the compute thread. Raises NotEnoughMemory or DeviceLost for what torch and the system say of it."""
+        try:
+            return await self._thread.run(work, *args, **kwargs)
+        except (RuntimeError, MemoryError, OSError) as error:
+            named = await self._thread.run(devices.failure, error, self.config.device)
+            if named is None:
+                raise
+            raise named from error
+
     async def _serve(self, stack: AsyncExitStack, blocks: Blocks) -> None:
         config, hive, peer_id = self.config, self._hive, self._identity.peer_id
-        speed = await self._thread.run(self._measured, blocks)
+        speed = await self._compute(self._measured, blocks)
         self._service = self._make_service(blocks, speed)
         self._succession = Succession(self._service)
         stack.push_async_callback(self._succession.close)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from peer import devices
 from peer.blocks import Blocks
 from peer.cache import CacheBudget, SeatCache
 from peer.capacity import Speed
@@ -25,7 +26,7 @@ from peer.executor import Executor, Pass, PassItem
 from peer.scheduler import Scheduler
 from peer.seats import Work
 from peer.sessions import SessionTable
-from routing.errors import BadInput, Overloaded, ProtocolError, SwarmError, TimedOut, Unreachable
+from routing.errors import BadInput, DeviceLost, Overloaded, ProtocolError, SwarmError, TimedOut, Unreachable
 from routing.types import PeerId
 from swarm import native
 from swarm.codec import decode_rows, encode_rows, loses, row_bytes
@@ -121,6 +122,7 @@ class Service:
         self._preparing: set[PeerId] = set()
         self._links: set[Link] = set()
         self._acting = False
+        self._device_lost: DeviceLost | None = None
         self.passes = 0
         self.beside: Service | None = None  # of this peer, with the same links, while it moves to other blocks
         hidden = blocks.shape.hidden
@@ -186,6 +188,8 @@ class Service:
     async def watch(self) -> None:
         """Ends only with an error: a peer that cannot compute any more must not seem to serve. Raises SwarmError."""
         error = await self._tasks.failure()
+        if isinstance(error, SwarmError):
+            raise error
         raise SwarmError(
             f"this peer cannot go on ({type(error).__name__}: {error})",
             advice="Start it again; --verbose shows where it happened.",
@@ -201,8 +205,13 @@ class Service:
         link.watched = link.role == "peer" and self._needs(link.remote)
 
     def frame_received(self, link: Link, frame: Frame) -> None:
-        self.table.receive(frame, Sender(link.remote, link.role, link), time.monotonic())
-        self._act()
+        try:
+            self.table.receive(frame, Sender(link.remote, link.role, link), time.monotonic())
+            self._act()
+        except RuntimeError as error:  # torch's: what is answered from a journal lies on the device
+            if not self._lose_device(error):
+                raise
+            self._tasks.spawn(self._give_up())
 
     def link_lost(self, link: Link, reason: str) -> None:
         self._links.discard(link)
@@ -436,10 +445,11 @@ class Service:
                 batch.packed = self._executor.begin(batch.items)
             if not batch.packed.advance(lambda seconds: self._others_wait(batch) and seconds >= least_s):
                 return False
-        except (BadInput, Overloaded, RuntimeError) as error:  # torch says RuntimeError for all that it cannot do
+        except (BadInput, Overloaded, RuntimeError, MemoryError) as error:  # RuntimeError: whatever torch cannot do
             log.exception("a pass failed")
-            for entry in batch.running:
-                entry.problem = Problem("failed", f"the pass failed: {error}")
+            self._lose_device(error)
+            for entry in batch.done:
+                entry.problem = entry.problem or Problem("failed", f"the pass failed: {error}")
             return True
         result = batch.packed.result
         assert result is not None
@@ -449,6 +459,17 @@ class Service:
                 entry.work.seat.store.truncate(entry.work.start)
                 entry.problem = self._not_finite(entry.work, item.hidden)
         return True
+
+    def _lose_device(self, error: Exception) -> bool:
+        """Whether it is for want of the device that something failed: then nothing will succeed any more."""
+        problem = devices.failure(error, self.blocks.shape.device)
+        if isinstance(problem, DeviceLost):
+            self._device_lost = problem
+        return self._device_lost is not None
+
+    async def _give_up(self) -> None:
+        assert self._device_lost is not None
+        raise self._device_lost
 
     def _others_wait(self, batch: _Batch) -> bool:
         return self._scheduler.foreground_waits if batch.waits else self._scheduler.decode_waits
@@ -502,6 +523,8 @@ class Service:
                 log.warning("session %s: %s", work.seat.session.id.hex()[:8], entry.problem.message)
                 self.table.failed(work, entry.problem, now)
             self._act()
+        if self._device_lost is not None:  # their clients know it by now, all others will when the links end
+            raise self._device_lost
 
     @staticmethod
     def _count(batch: _Batch) -> None:

@@ -16,6 +16,7 @@
     |   |-- PortInUse
     |   |-- NotEnoughMemory
     |   |-- NoSuchDevice        the device asked for is not in this machine
+    |   |-- DeviceLost          the device was there, and does not compute any more
     |   |-- UnsupportedQuantization  the device cannot compute with weights so quantized
     |   `-- DaemonFailed        p2pd did not start, or died and could not be restarted
     |-- SessionError            a generation ended before its end (exit code 7)
@@ -114,6 +115,10 @@ class NotEnoughMemory(StartError):
 
 class NoSuchDevice(StartError):
     advice = "Leave out --device, and the peer takes what is here."
+
+
+class DeviceLost(StartError):
+    advice = "See what the system says of it (dmesg), then start the peer again; --device cpu serves without it."
 
 
 class UnsupportedQuantization(StartError):

@@ -50,14 +50,14 @@ class Borrower:
         self._streams, self._manifest, self._folder = streams, manifest, folder
 
     async def open_model(self, peers: Sequence[PeerId], cache_dir: Path) -> Checkpoint:
-        """The configuration and what tensors there are; of their bytes none need be here. Raises ModelError, WrongModel
-        or what the last of `peers` was asked in vain with."""
+        """The configuration and what tensors there are; of their bytes none need be here. Raises ModelError,
+        WrongModel, StartError (nothing can be kept) or what the last of `peers` was asked in vain with."""
         problem: SwarmError = Unreachable("no peer is known that could give the model")
         with suppress(ModelError, WrongModel):
             return await asyncio.to_thread(self._open, self._folder, cache_dir)
         for peer_id in peers:
-            self._folder.parent.mkdir(parents=True, exist_ok=True)
-            fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=self._folder.parent))
+            with _kept_in(self._folder.parent):
+                fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=self._folder.parent))
             try:
                 for listed in await self._listing(peer_id):
                     await self._head(peer_id, listed, fresh)
@@ -224,9 +224,9 @@ def models_dir(cache_dir: Path) -> Path:
 
 @contextmanager
 def in_use(folder: Path) -> Iterator[None]:
-    """While `folder` is in use, by any number of processes, `make_room` leaves it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(_lock_of(folder), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    """While `folder` is in use, by any number of processes, `make_room` leaves it. Raises StartError."""
+    with _kept_in(folder.parent):
+        lock = os.open(_lock_of(folder), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_SH)
         os.utime(lock)
@@ -264,16 +264,25 @@ def _last_used(folder: Path) -> float:
 
 def _write(path: Path, start: int, data: bytes | bytearray, size: int | None = None) -> None:
     """`size`: of the file, with a hole after `data`. Raises StartError."""
-    try:
+    with _kept_in(path.parent):
         handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         with os.fdopen(handle, "r+b") as stream:
             stream.seek(start)
             stream.write(data)
             if size is not None:
                 stream.truncate(size)
+
+
+@contextmanager
+def _kept_in(folder: Path) -> Iterator[None]:
+    """`folder` is there, and whatever of the disk fails is a StartError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
         raise StartError(
-            f"the weights cannot be kept in {path.parent}: {error.strerror}", advice="Make room there, and try again."
+            f"the weights cannot be kept in {folder}: {error.strerror}",
+            advice="See that it has room and may be written, or set HOME to another folder.",
         ) from error
 
 

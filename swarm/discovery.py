@@ -21,6 +21,7 @@ from pathlib import Path
 
 from routing.errors import BadInput, DaemonFailed, ProtocolError, SwarmError, TimedOut, Unreachable
 from routing.types import PeerId, PeerRecord, PeerState, Span
+from swarm import disk_cache
 from swarm.changes import ask_changes
 from swarm.hive import Entry, Hive
 from swarm.identity import Identity
@@ -40,8 +41,8 @@ class Sequences:
     """The sequence numbers of one identity's records: never the same twice, never going back.
 
     The greater of the last one plus one and the clock in milliseconds. The last one is kept in a small file
-    beside the identity, so that it grows over restarts even when the clock was set back; without a file, in
-    memory.
+    beside the identity, so that it grows over restarts even when the clock was set back; without a file, or with a
+    disk that is full, in memory.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None):
@@ -54,17 +55,11 @@ class Sequences:
         return cls(path.with_name(path.name + ".sequence"))
 
     def next(self, now: float) -> int:
-        """The number for a record made at `now` (seconds). Raises BadInput if the file cannot be written."""
+        """The number for a record made at `now` (seconds)."""
         # Another process of the same identity may have written since.
         self._last = max(self._last + 1, self._read() + 1, int(now * 1000))
         if self._path is not None:
-            draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-            try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                draft.write_text(f"{self._last}\n")
-                os.replace(draft, self._path)
-            except OSError as error:
-                raise BadInput(f"cannot write {self._path}: {error.strerror}") from error
+            disk_cache.keep(self._path, f"{self._last}\n".encode())
         return self._last
 
     def _read(self) -> int:

@@ -15,7 +15,7 @@ import struct
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,7 @@ class GgufCheckpoint(Checkpoint):
         if (folder / "tokenizer.json").is_file():
             return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         tokenizer = self._convert_tokenizer()
-        keep_folder(folder, tokenizer.save_pretrained)
+        keep_folder(folder, partial(_save_tokenizer, tokenizer))
         return tokenizer
 
     def generation_config(self) -> GenerationConfig:
@@ -296,6 +296,16 @@ def keep_folder(folder: Path, fill: Callable[[Path], object]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         if not folder.is_dir():  # else another process was first
             disk_cache.without(folder.parent, error)
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Raises OSError."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:  # tokenizers has no other name for a disk that is full
+        raise OSError(str(error)) from error
 
 
 def _arch_of(architecture: str) -> Any:

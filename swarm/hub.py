@@ -7,6 +7,7 @@ client never downloads the blocks it does not run.
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ from swarm.progress import Progress
 
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")  # configuration, index, tokenizer, chat template
 ANSWER_WITHIN_S = 8.0  # the hub's first answer; name look-up included, which has no limit of its own
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 T = TypeVar("T")
 
 
@@ -141,7 +143,16 @@ def _asking_the_hub(repo_id: str, ask: Callable[[], T]) -> T:
             advice="Convert it: load it with transformers and call save_pretrained.",
         ) from error
     except (HTTPError, OSError) as error:
+        if getattr(error, "errno", None) in OF_THE_DISK:
+            raise _not_kept(repo_id, error) from error
         raise _unreachable(repo_id, error) from error
+
+
+def _not_kept(repo_id: str, error: BaseException) -> ModelNotFound:
+    return ModelNotFound(
+        f"{repo_id} cannot be kept in the hub's cache: {error}",
+        advice="See that it has room and may be written, or set HF_HOME to another folder.",
+    )
 
 
 def _unreachable(repo_id: str, error: BaseException) -> ModelNotFound:

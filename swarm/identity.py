@@ -18,7 +18,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
-from routing.errors import BadInput, ProtocolError
+from routing.errors import BadInput, ProtocolError, StartError
 from routing.types import PeerId
 
 SIGNATURE_BYTES = 64
@@ -58,7 +58,7 @@ class Identity:
 
         The format is libp2p's for Ed25519 private keys, so that p2pd reads the same file. Processes
         that start at once agree on one identity: the first to publish its file wins.
-        Raises BadInput if the file is not an Ed25519 identity, or cannot be read or written.
+        Raises BadInput if the file is not an Ed25519 identity, or cannot be read; StartError if it cannot be written.
         """
         target = Path(path)
         for _ in range(2):
@@ -71,7 +71,7 @@ class Identity:
         raise BadInput(f"the identity file {target} vanished while it was being read")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the key to `path`, mode 0600, whole or not at all, over what was there. Raises BadInput."""
+        """Write the key to `path`, mode 0600, whole or not at all, over what was there. Raises StartError."""
         self._publish(Path(path), replace=True)
 
     @classmethod
@@ -106,7 +106,10 @@ class Identity:
         except FileExistsError:
             pass  # another process was first; its identity is the one to use
         except OSError as error:
-            raise BadInput(f"cannot write the identity file {target}: {error.strerror}") from error
+            raise StartError(
+                f"cannot write the identity file {target}: {error.strerror}",
+                advice="See that it has room and may be written, or set HOME to another folder.",
+            ) from error
 
 
 def verify(peer_id: PeerId, domain: bytes, message: bytes, signature: bytes) -> None:

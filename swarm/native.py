@@ -61,7 +61,8 @@ def load(folder: Path | None = None) -> bool:
             torch.ops.load_library(str(path))
         except OSError as error:
             log.warning("the native kernels in %s cannot be loaded: %s", path, error)
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # where nothing can be written, they are not built anew either
+                path.unlink()
         else:
             _loaded = torch.ops.swarm_native
     return _loaded is not None

@@ -272,7 +272,10 @@ class Recipe:
         if self.daemon is not None and shutil.which(self.daemon) is None:
             raise DaemonFailed(f"p2pd did not start: {self.daemon} was not found, or cannot be run")
         p2p: list[P2P] = []  # filled before p2pd starts, so that it ends with us whatever happens
-        folder = Scratch()
+        try:
+            folder = Scratch()
+        except OSError as error:
+            raise DaemonFailed(f"p2pd did not start: no folder can be made for its sockets: {error}") from error
         daemon = self.daemon
 
         class Daemon(P2P):

@@ -29,7 +29,6 @@ def free_peer_key(folder: Path | None = None) -> Iterator[Path]:
     Several peers on one machine so get identities of their own, and each keeps its one over restarts.
     """
     folder = folder or config_dir() / "peers"
-    folder.mkdir(parents=True, exist_ok=True)
     for number in range(MOST_PEERS):
         with held(folder / f"peer-{number}.key") as path:
             if path is not None:
@@ -45,9 +44,15 @@ def earlier_peers(path: Path) -> int:
 
 @contextmanager
 def held(path: Path) -> Iterator[Path | None]:
-    """Hold an identity file for this process; None if another process holds it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    """Hold an identity file for this process; None if another process holds it. Raises StartError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StartError(
+            f"the identity {path} cannot be kept: {error.strerror}",
+            advice="See that it has room and may be written, or name a file elsewhere with --identity.",
+        ) from error
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -7,6 +7,7 @@ version before. It holds the text's tokens in the clear.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ def write(path: str | os.PathLike[str], saved: SavedSession) -> None:
             file.write(msgspec.json.encode(saved))
         fresh.replace(target)
     except OSError as error:
-        fresh.unlink(missing_ok=True)
+        with suppress(OSError):
+            fresh.unlink()
         raise BadInput(f"the session cannot be saved in {target}: {error}") from error
 
 

@@ -6,6 +6,7 @@ stdout carries the result (with --json nothing but JSON), stderr the words about
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import json
 import logging
@@ -15,7 +16,7 @@ import traceback
 import unicodedata
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -24,7 +25,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from routing.errors import SwarmError
+from routing.errors import StartError, SwarmError
 from swarm.progress import Progress as Report
 from swarm.progress import silent
 
@@ -33,9 +34,18 @@ T = TypeVar("T")
 OURS = ("routing", "swarm", "peer")
 TOLD = ("swarm.disk_cache", "peer.measured")  # what the disk keeps or does not is the user's affair
 
+MAKE_ROOM = "Make room where the output and temporary files go, then try again."
+
+UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
 BUG = 1
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 CLOSED_PIPE = 141  # 128 + SIGPIPE
+
+
+class _Rich(RichConsole):
+    def on_broken_pipe(self) -> None:
+        """Called while that error is handled. It goes on as with any other stream; rich would end the process."""
+        raise
 
 
 class Console:
@@ -43,8 +53,8 @@ class Console:
 
     def __init__(self, *, as_json: bool = False, verbose: bool = False):
         self.as_json, self.verbose = as_json, verbose
-        self.out = RichConsole(highlight=False, soft_wrap=True)
-        self.err = RichConsole(stderr=True, highlight=False, soft_wrap=True)
+        self.out = _Rich(highlight=False, soft_wrap=True)
+        self.err = _Rich(stderr=True, highlight=False, soft_wrap=True)
 
     # -- the result: stdout ----------------------------------------------------------------------------------
 
@@ -151,6 +161,8 @@ class guarded:  # reads like a function: `with guarded(console):`
                 _stdout_is_closed()
             case SwarmError():
                 fail(self.console, error)
+            case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+                raise error  # `process` tells it: there may be no room for words either
             case Exception():
                 _bug(self.console, error)
 
@@ -200,6 +212,16 @@ def _stdout_is_closed() -> None:
     sys.exit(CLOSED_PIPE)
 
 
+def _unwritten(error: OSError) -> int:
+    """The exit code when not all of the output, or no temporary file, could be written."""
+    if isinstance(error, BrokenPipeError):
+        return CLOSED_PIPE
+    with suppress(OSError):
+        sys.stderr.write(f"StartError: {error}\n{MAKE_ROOM}\n")
+        sys.stderr.flush()
+    return StartError.exit_code
+
+
 def process(command: Callable[[], object]) -> NoReturn:
     """Runs a command and ends the process at once with its exit code.
 
@@ -218,11 +240,15 @@ def process(command: Callable[[], object]) -> NoReturn:
         code = ended.code or 0
     except KeyboardInterrupt:
         code = INTERRUPTED
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        code = _unwritten(error)
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except BrokenPipeError:
-        code = CLOSED_PIPE
+    except OSError as error:
+        code = code or _unwritten(error)
     os._exit(code if isinstance(code, int) else BUG)
 
 

@@ -129,8 +129,14 @@ class Endpoint:
             raise BadInput("a client dials; it never listens")
         await self.open()
         if not self._certificate:
-            self._certificate, key = make_certificate(self._identity)
-            self._server_tls = server_context(self._certificate, key)
+            certificate, key = make_certificate(self._identity)
+            try:
+                self._server_tls = server_context(certificate, key)
+            except OSError as error:
+                raise StartError(
+                    f"no temporary file can be written: {error}", advice="Make room in TMPDIR, or name another folder."
+                ) from error
+            self._certificate = certificate
         try:
             server = await asyncio.get_running_loop().create_server(
                 lambda: TlsChannel(self._accept),

@@ -15,6 +15,7 @@ from routing.types import Span
 from swarm import disk_cache
 from swarm.checkpoint import open_checkpoint
 from swarm.families import family_of
+from tests.full_disk import full_disk
 from tests.tiny import make_tiny
 
 SWARM = bytes(range(32))
@@ -102,13 +103,9 @@ def test_where_nothing_can_be_written_it_goes_on_and_says_so_once(blocks, tmp_pa
     assert watch.runs == 2 and caplog.text.count("going on without") == 1
 
 
-def test_a_disk_that_fills_up_keeps_the_old_file_whole(tmp_path, monkeypatch) -> None:
+def test_a_disk_that_fills_up_keeps_the_old_file_whole(tmp_path) -> None:
     path = tmp_path / "kept" / "file"
     assert disk_cache.keep(path, b"old")
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(disk_cache.os, "replace", full)
-    assert not disk_cache.keep(path, b"new")
+    with full_disk():
+        assert not disk_cache.keep(path, b"new")
     assert path.read_bytes() == b"old" and list(path.parent.iterdir()) == [path]

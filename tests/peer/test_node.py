@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from peer import devices
 from peer.config import PeerConfig
 from peer.node import Node
-from routing.errors import ModelError
+from routing.errors import ModelError, UnsupportedQuantization
 from routing.placement import best_span
 from routing.types import PeerRecord, PeerState, Span
 from routing.view import RecordsSeen, View, apply
@@ -80,6 +81,16 @@ async def test_a_peer_whose_blocks_cannot_be_loaded_says_goodbye(
         async with AsyncExitStack() as stack:
             await node._load_announced(stack)
     assert told.records and told.left == 1
+
+
+async def test_a_quantization_that_the_device_cannot_do_is_told_before_anything_is_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "choose_device", lambda wanted: wanted)  # as if it were here
+    monkeypatch.setattr(Node, "_take_identity", lambda self, stack: pytest.fail("something was begun"))
+    with pytest.raises(UnsupportedQuantization, match="int4 is for CPUs"):
+        async with Node(PeerConfig(model="./nowhere", quantize="int4", device="cuda")):
+            pass
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from peer.sessions import SessionTable
 from routing.types import Hop, Route, Span
 from swarm.driver import Driver, DriverConfig, NeedRoute, Output, Send, Stopped
 from swarm.frames import Codec, Frame, FrameType, HopTiming, Problem
+from swarm.link import REPLACED
 from swarm.names import NameChain
 
 BLOCKS = 6
@@ -33,6 +34,9 @@ ROW = 8
 GO_BACK = 2  # positions
 CLIENT = "client"
 FOREVER = 1e9
+BROKE = "the connection broke"
+
+End = tuple[str, str, int, int, int]  # of a connection: a node, the other, their lives, and which connection it is
 
 
 BOUNDS = [(0, 2), (0, 3), (0, 6), (1, 4), (2, 4), (2, 6), (3, 5), (3, 6), (4, 6), (5, 6), (0, 1), (1, 6)]
@@ -99,7 +103,12 @@ class DigestStore:
 
 class VirtualNet:
     """Links that keep order, with random delay. What is under way to or from a node that dies is lost, and its
-    neighbours notice."""
+    neighbours notice.
+
+    A connection breaks as a real one does: at both ends, each of which learns it in its own time. What an end sends
+    before is lost; what it sends after goes over a new connection, which tells the other end of the old one's end
+    before anything comes of it.
+    """
 
     def __init__(self, rng: random.Random, carry: Callable[[Frame], Frame] = replace):
         self.rng, self.now, self.seq, self.frames, self.carry = rng, 0.0, 0, 0, carry
@@ -108,6 +117,7 @@ class VirtualNet:
         self.nodes: dict[str, VirtualPeer | VirtualClient] = {}
         self._last: dict[tuple[str, str], float] = {}
         self._renewed: dict[frozenset[str], int] = {}
+        self._unaware: set[End] = set()
 
     def at(self, units: float, call: Callable[[], object]) -> None:
         self.at_time(self.now + units * UNIT, call)
@@ -129,25 +139,45 @@ class VirtualNet:
         if source == target:
             self.at(0, lambda: node.receive(frame, source))
             return
+        if self._end(source, target) in self._unaware:
+            return  # into the connection that is no more
         when = max(self.now + self.rng.uniform(0.5, 3) * UNIT, self._last.get((source, target), 0))
         self._last[source, target] = when
-        lives = self._lives(source, target)
-        self.at_time(when, lambda: self._lives(source, target) == lives and node.receive(frame, source))
+        end = self._end(target, source)
 
-    def _lives(self, a: str, b: str) -> tuple[int, int, int]:
-        return self.nodes[a].life, self.nodes[b].life, self._renewed.get(frozenset((a, b)), 0)
+        def arrive() -> None:
+            if self._end(target, source) == end:
+                self._learn(end, f"{REPLACED} by a new connection")
+                node.receive(frame, source)
+
+        self.at_time(when, arrive)
+
+    def _end(self, node: str, other: str) -> End:
+        """Of the connection there is now."""
+        renewed = self._renewed.get(frozenset((node, other)), 0)
+        return node, other, self.nodes[node].life, self.nodes[other].life, renewed
 
     def renew(self, a: str, b: str) -> None:
         """The connection breaks and comes back, both ends alive: what was under way is lost."""
         pair = frozenset((a, b))
         self._renewed[pair] = self._renewed.get(pair, 0) + 1
-        self.notice(a, b)
+        for end in (self._end(a, b), self._end(b, a)):
+            self._unaware.add(end)
+            self.at(self.rng.uniform(0.5, 4), functools.partial(self._learn, end, BROKE))
+
+    def _learn(self, end: End, reason: str) -> None:
+        """That the connection before this one is no more, if the end does not know it yet."""
+        if end in self._unaware:
+            self._unaware.remove(end)
+            node, other, *_ = end
+            if self._end(node, other) == end:
+                self.nodes[node].link_lost(other, reason)
 
     def notice(self, source: str, target: str) -> None:
         """The source learns that its connection to the target is down."""
         node = self.nodes[source]
         life = node.life
-        self.at(self.rng.uniform(0.5, 4), lambda: node.life == life and node.link_lost(target))
+        self.at(self.rng.uniform(0.5, 4), lambda: node.life == life and node.link_lost(target, BROKE))
 
     def run(self, until: Callable[[], bool], most_events: int = 200_000) -> None:
         while self.events and not until() and most_events:
@@ -179,11 +209,11 @@ class VirtualPeer:
         self.table.receive(frame, Sender(source, role, source), self.net.now)
         self.act()
 
-    def link_lost(self, peer: str) -> None:
+    def link_lost(self, peer: str, reason: str) -> None:
         if peer == CLIENT:
             self.table.client_lost(CLIENT, self.net.now)
         else:
-            self.table.link_lost(peer, "the connection broke", self.net.now)
+            self.table.link_lost(peer, reason, self.net.now)
         self.act()
 
     def tick(self) -> None:
@@ -334,8 +364,8 @@ class VirtualClient:
         self.driver.receive(frame, source, self.net.now)
         self.act()
 
-    def link_lost(self, peer: str) -> None:
-        self.driver.link_lost(peer, "the connection broke")
+    def link_lost(self, peer: str, reason: str) -> None:
+        self.driver.link_lost(peer, reason)
         self.act()
 
     def tick(self) -> None:

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from routing.errors import DamagedWeights, ProtocolError, SwarmError, Unreachable, WrongModel
+from routing.errors import DamagedWeights, ProtocolError, StartError, SwarmError, Unreachable, WrongModel
 from swarm import lending, manifest
 from swarm.borrowing import Borrower, in_use, make_room
 from swarm.checkpoint import Checkpoint, open_checkpoint, packaged_model
 from swarm.lending import PROTOCOL, lend
 from swarm.progress import silent
+from tests.full_disk import full_disk
 from tests.tiny import make_tiny
 from tests.whole.stand_ins import MemoryCarrier, MemoryNet
 
@@ -100,6 +101,26 @@ async def test_a_stream_that_breaks_goes_on_from_where_it_was(
         check(source, await borrow(carrier, source, tmp_path / "kept" / "model", ["lender-0"]))
     names = [name for name in source.tensor_names() if name.startswith(WANTED)]
     assert sum(sent) < 2 * sum(source.nbytes(name) for name in names) + 100_000  # not from the start each time
+
+
+async def test_on_a_full_disk_it_says_so_and_goes_on_when_there_is_room(tiny: Path, tmp_path: Path) -> None:
+    source, folder = open_here(tiny, tmp_path), tmp_path / "kept" / "model"
+    async with lenders(source) as carrier:
+        with full_disk(), pytest.raises(StartError, match=r"weights cannot be kept in .*kept"):
+            await borrow(carrier, source, folder, ["lender-0"])
+        assert not list(folder.parent.iterdir())
+        borrower = Borrower(carrier, manifest.build(source), folder)
+        checkpoint = await borrower.open_model(["lender-0"], folder.parent)
+        names = [name for name in checkpoint.tensor_names() if name.startswith(WANTED)]
+        with full_disk(), pytest.raises(StartError, match=r"cannot be kept in .*model"):
+            await borrower.fetch(checkpoint, {name: ["lender-0"] for name in names}, silent)
+        check(source, await borrow(carrier, source, folder, ["lender-0"]))
+
+
+def test_where_no_model_can_be_kept_that_is_said(tmp_path: Path) -> None:
+    (tmp_path / "kept").touch()
+    with pytest.raises(StartError, match="weights cannot be kept"), in_use(tmp_path / "kept" / "model"):
+        pass
 
 
 def damaged(tiny: Path, folder: Path) -> Path:

@@ -227,6 +227,29 @@ def test_a_reader_that_leaves_ends_it_in_silence():
     process.stderr.close()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "with guarded(Console()): Console().plain('x')",
+        "with guarded(Console()): Console(as_json=True).event({})",
+        "with guarded(Console()): fail(Console(as_json=True), BadInput('x'))",
+        "print('help, for example')",
+    ],
+)
+def test_an_output_that_cannot_be_written_is_told(words: str) -> None:
+    with open("/dev/full", "w") as full:
+        process = python(
+            "from swarm.terminal import Console, fail, guarded, process\n"
+            "from routing.errors import BadInput\n"
+            f"def command():\n    {words}\n"
+            "process(command)\n",
+            stdout=full,
+        )
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 6 and len(err.splitlines()) == 2, err
+    assert "No space left on device" in err and "Make room" in err
+
+
 # -- figures -------------------------------------------------------------------------------------------------------
 
 

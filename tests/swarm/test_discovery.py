@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import pytest
@@ -12,6 +13,7 @@ from swarm.discovery import Directory, Sequences
 from swarm.hive import Entry
 from swarm.identity import Identity
 from swarm.records import RecordPolicy, block_key, encode_record
+from tests.full_disk import full_disk
 
 SWARM = bytes(range(32))
 BLOCKS = 12
@@ -186,7 +188,11 @@ def test_a_damaged_file_is_as_good_as_none(tmp_path, damage):
     assert Sequences(path).next(10.0) == 10_000
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "taken").write_text("")
-    with pytest.raises(BadInput, match="taken"):
-        Sequences(tmp_path / "taken" / "sequence").next(1.0)
+def test_a_full_disk_keeps_no_peer_from_announcing_itself(tmp_path, caplog):
+    sequences = Sequences.beside(tmp_path / "identity")
+    assert sequences.next(10.0) == 10_000
+    with caplog.at_level(logging.WARNING), full_disk():
+        assert [sequences.next(10.0), sequences.next(3.0), sequences.next(11.0)] == [10_001, 10_002, 11_000]
+    assert caplog.text.count("going on without") == 1
+    assert (tmp_path / "identity.sequence").read_text() == "10000\n"
+    assert sequences.next(3.0) == 11_001 and Sequences.beside(tmp_path / "identity").next(3.0) == 11_002

@@ -17,6 +17,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from routing.errors import DamagedWeights, ModelError, ModelNotFound, UnsupportedFamily
 from swarm.checkpoint import open_checkpoint, packaged_model
 from swarm.gguf_file import GgufCheckpoint, keep_folder, read_header
+from tests.full_disk import full_disk
 from tests.tiny import VOCAB, tiny_model, tiny_tokenizer
 
 ARCHITECTURES = {
@@ -225,6 +226,14 @@ def test_a_tokenizer_without_a_cache_that_can_be_written(tmp_path):
     opened = open_checkpoint(str(path), cache_dir=tmp_path / "file")
     assert opened.tokenizer()("hé").input_ids == tiny_tokenizer()("hé").input_ids
     assert opened.generation_config().eos_token_id == [2, 0], "end of sequence, end of turn"
+
+
+def test_a_tokenizer_on_a_full_disk(tmp_path):
+    path = write_gguf(tiny_for_gguf("llama", layers=1), tmp_path / "tiny.gguf")
+    opened = open_checkpoint(str(path), cache_dir=tmp_path / "cache")
+    with full_disk():
+        assert opened.tokenizer()("hé").input_ids == tiny_tokenizer()("hé").input_ids
+    assert not list((tmp_path / "cache" / "tokenizers").iterdir()), "it is not filled further"
 
 
 def test_of_two_that_fill_the_cache_at_once_one_wins(tmp_path):

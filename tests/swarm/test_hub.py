@@ -19,6 +19,7 @@ from routing.errors import ModelNotFound
 from swarm.checkpoint import INDEX, SINGLE, open_checkpoint
 from swarm.hub import HubCheckpoint, open_hub_checkpoint
 from swarm.progress import silent
+from tests.full_disk import full_disk
 from tests.tiny import make_tiny
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -247,6 +248,17 @@ def test_a_shard_without_a_network(model, hub_cache, no_network, tmp_path):
     with pytest.raises(ModelNotFound, match="cannot be reached"):
         opened.load(["model.norm.weight"])
     assert time.monotonic() - started < 3
+
+
+def test_a_full_disk_is_told_as_that(model, hub_cache, use, tmp_path):
+    with FakeHub(model) as hub:
+        use(hub.url)
+        with full_disk(), pytest.raises(ModelNotFound, match="cannot be kept in the hub's cache") as caught:
+            open_tiny(cache_dir=tmp_path)
+        assert "HF_HOME" in caught.value.advice
+        opened = open_tiny(cache_dir=tmp_path)
+        with full_disk(), pytest.raises(ModelNotFound, match="cannot be kept in the hub's cache"):
+            opened.load(["model.norm.weight"])
 
 
 def test_offline_mode_is_respected(model, hub_cache, no_network, monkeypatch, tmp_path):

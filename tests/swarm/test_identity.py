@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routing.errors import BadInput, ProtocolError
+from routing.errors import BadInput, ProtocolError, StartError
 from swarm.identity import Identity, fields, public_key_of, verify
+from tests.full_disk import full_disk
 
 # The Ed25519 key pair among the test vectors of the libp2p peer id specification.
 KNOWN_SEED = bytes.fromhex("7e0830617c4a7de83925dfb2694556b12936c477a0e1feb2e148ec9da60fee7d")
@@ -134,6 +135,12 @@ def test_a_damaged_file_is_named(tmp_path, damage):
     with pytest.raises(BadInput, match="identity"):
         Identity.load_or_create(path)
     assert path.read_bytes() == damage, "the file was overwritten"
+
+
+def test_on_a_full_disk_none_is_made_and_nothing_left(tmp_path):
+    with full_disk(), pytest.raises(StartError, match="cannot write the identity file"):
+        Identity.load_or_create(tmp_path / "identity")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_is_not_an_identity(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import stat
 import subprocess
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from swarm import native
+from tests.full_disk import full_disk
 from tests.whole.stand_ins import until
 
 
@@ -71,6 +73,23 @@ def test_a_damaged_file_is_removed_and_not_loaded(tmp_path, native_kernels):
     path.write_bytes(b"\x7fELF and then nothing")
     assert not native.load(tmp_path)
     assert not path.exists()
+
+
+def test_a_damaged_file_that_cannot_be_removed_is_not_loaded_either(tmp_path, monkeypatch):
+    native._target(tmp_path).write_bytes(b"damaged")
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert not native.load(tmp_path)
+
+
+def test_on_a_full_disk_there_are_none(tmp_path, monkeypatch):
+    compiler(tmp_path, 'while [ "$1" != -o ]; do shift; done; echo something > "$2"', monkeypatch)
+    with full_disk(), pytest.raises(native.BuildError):
+        native.build(tmp_path / "kernels")
+    assert not native.load(tmp_path / "kernels")
 
 
 async def test_nobody_waits_for_the_compiler_in_order_to_leave(tmp_path, monkeypatch):

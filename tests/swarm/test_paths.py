@@ -49,6 +49,14 @@ def test_an_identity_is_free_when_its_process_was_killed(tmp_path: Path) -> None
         assert again == first
 
 
+def test_where_no_identity_can_be_kept_that_is_said(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "a file"
+    in_the_way.touch()
+    with pytest.raises(StartError, match=r"peer-0.key cannot be kept") as error, free_peer_key(in_the_way / "peers"):
+        pass
+    assert "--identity" in error.value.advice
+
+
 def test_when_all_are_in_use_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths, "MOST_PEERS", 1)
     with free_peer_key(tmp_path), pytest.raises(StartError, match="in use"), free_peer_key(tmp_path):

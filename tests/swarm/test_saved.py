@@ -12,6 +12,7 @@ import pytest
 from routing.errors import BadInput
 from swarm import saved
 from swarm.saved import SavedGeneration, SavedSession
+from tests.full_disk import full_disk
 
 SESSION = SavedSession(
     fingerprint=b"f" * 32,
@@ -36,20 +37,16 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_write_that_fails_leaves_the_version_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_the_version_before(tmp_path: Path) -> None:
     path = tmp_path / "text.json"
     saved.write(path, SESSION)
     before = path.read_bytes()
-
-    def full(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(BadInput, match=r"cannot be saved.*No space left"):
+    with full_disk(), pytest.raises(BadInput, match=r"cannot be saved in .*text.json"):
         saved.write(path, SESSION)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-    with pytest.raises(BadInput, match="cannot be saved"):
-        saved.write(tmp_path / "no such folder" / "text.json", SESSION)
+    for nowhere in (tmp_path / "no such folder", path):
+        with pytest.raises(BadInput, match="cannot be saved"):
+            saved.write(nowhere / "text.json", SESSION)
 
 
 @pytest.mark.parametrize(

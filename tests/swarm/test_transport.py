@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routing.coordinates import Coordinate
-from routing.errors import BadInput, PortInUse, TimedOut, Unreachable
+from routing.errors import BadInput, PortInUse, StartError, TimedOut, Unreachable
 from swarm import dialling
 from swarm.channel import format_address, parse_address
 from swarm.frames import Codec, Frame, FrameType
@@ -25,6 +25,7 @@ from swarm.handshake import make_certificate, server_context
 from swarm.identity import Identity
 from swarm.link import Losses, RecentRtt, Silence, SmoothedRtt, Verdict
 from swarm.transport import Admission, Endpoint, Heartbeat, Link
+from tests.full_disk import full_disk
 
 IDENTITIES = sorted((Identity.generate() for _ in range(3)), key=lambda identity: identity.peer_id)
 SMALLER, LARGER, THIRD = IDENTITIES
@@ -712,6 +713,13 @@ async def raw(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     host, port = parse_address(address)
     return await asyncio.open_connection(host, port, ssl=context)
+
+
+async def test_without_room_for_a_temporary_file_nobody_listens_and_that_is_said():
+    async with endpoint(SMALLER, Record()) as a:
+        with full_disk(), pytest.raises(StartError, match="no temporary file can be written"):
+            await a.listen("127.0.0.1")
+        assert await a.listen("127.0.0.1")
 
 
 async def test_who_says_no_hello_is_dropped_and_who_talks_nonsense_is_told_why():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.tiny import make_tiny
+from tests.whole.launched import launch  # noqa: F401  a fixture for all
 from tests.whole.reference import Reference
 
 BLOCKS = 6

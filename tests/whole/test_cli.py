@@ -9,7 +9,6 @@ import pty
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -25,11 +24,11 @@ from swarm.cli import run
 from swarm.joincode import JoinCode
 from swarm.local import LocalSwarm
 from tests.swarm.test_cli import restored  # noqa: F401  a fixture for each test here
+from tests.whole.launched import PATIENCE_S, Result, finish
 from tests.whole.reference import Reference
 
 pytestmark = pytest.mark.processes
 
-PATIENCE_S = 120.0
 SPANS = ("0:4", "3:6")
 
 
@@ -37,16 +36,6 @@ SPANS = ("0:4", "3:6")
 def swarm(tiny: Path) -> Iterator[LocalSwarm]:
     with LocalSwarm(str(tiny), SPANS, options=("--region", "EU")) as swarm:
         yield swarm
-
-
-class Result:
-    def __init__(self, code: int, out: str, err: str):
-        self.code, self.out, self.err = code, out, err
-        assert "Traceback" not in err and "Traceback" not in out
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return json.loads(self.out.splitlines()[-1])
 
 
 @pytest.fixture
@@ -61,32 +50,6 @@ def command(capfd: pytest.CaptureFixture[str]) -> Any:
         return Result(int(ended.value.code or 0), out, err)
 
     return command
-
-
-@pytest.fixture
-def launch() -> Iterator[Any]:
-    """A command in a process and a process group of its own, as a shell starts it."""
-    started: list[subprocess.Popen[str]] = []
-
-    def begin(*arguments: str, **options: Any) -> subprocess.Popen[str]:
-        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        command = [sys.executable, "-m", "swarm.cli", *arguments]
-        started.append(subprocess.Popen(command, text=True, start_new_session=True, **{**streams, **options}))
-        return started[-1]
-
-    yield begin
-    for process in started:
-        if process.poll() is None:  # the test has failed
-            process.kill()
-            process.wait()
-        for stream in (process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
-
-
-def finish(process: subprocess.Popen[str]) -> Result:
-    out, err = process.communicate(timeout=PATIENCE_S)
-    return Result(process.returncode, out, err)
 
 
 # -- what it prints ------------------------------------------------------------------------------------------------
