@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from routing.coordinates import Coordinate
+from routing.encoding import Encoding, Wire
 from routing.errors import BadInput
 from routing.types import PeerId, PeerRecord
 
@@ -25,6 +26,8 @@ LONGEST_S = 3600.0
 
 LEAST_CONFIDENCE = 0.25
 """What counts as measured, where a guess is no help."""
+
+_BYTES = Wire(encodings=(Encoding(0, row_bytes=1),))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,13 +205,30 @@ class Costs:
 
     def transfer_s(self, a: PeerId, b: PeerId, nbytes: int, link_s: float | None = None) -> float:
         """How much longer than an empty frame `nbytes` take from `a` to `b`. `link_s`: that of the two, if at hand."""
-        if nbytes <= 0 or a == b:
+        return self.rows_s(a, b, nbytes, _BYTES, link_s) if nbytes > 0 else 0.0
+
+    def rows_s(
+        self, a: PeerId, b: PeerId, rows: int, wire: Wire, link_s: float | None = None, block: int | None = None
+    ) -> float:
+        """The same of so many rows, with the time to write and to read them, in what that way would be given. `block`:
+        the first one that `b` runs then, if known."""
+        if a == b:
             return 0.0
-        mean = self._bandwidth.get((a, b))
-        near = (self.link_s(a, b) if link_s is None else link_s) <= self.settings.near_s
-        prior = self.settings.near_bandwidth if near else self.settings.bandwidth
-        rate = prior if mean is None else mean.blend(prior, self.now)
-        return min(nbytes / rate, LONGEST_S)
+        settings, mean = self.settings, self._bandwidth.get((a, b))
+        # A search asks for thousands of ways, and few were ever measured.
+        usual = mean is None and block not in wire.settled
+        encoding = wire.encodings[0] if usual else self.encoding(a, b, wire, block)
+        near = (self.link_s(a, b) if link_s is None else link_s) <= settings.near_s
+        rate = settings.near_bandwidth if near else settings.bandwidth
+        if mean is not None:  # seconds fade, not bytes a second: else a slow way would seem quick after a moment
+            confidence = mean.confidence(self.now)
+            rate = 1 / (confidence / mean.value + (1 - confidence) / rate)
+        seconds = rows * (encoding.row_bytes / rate + encoding.row_s)
+        return seconds if seconds < LONGEST_S else LONGEST_S
+
+    def encoding(self, a: PeerId, b: PeerId, wire: Wire, block: int | None = None) -> Encoding:
+        """What rows from `a` to `b` would be written in. `block` as in `rows_s`."""
+        return wire.choose(a, b, self.bandwidth(a, b), block)
 
     def bandwidth(self, a: PeerId, b: PeerId) -> float:
         """Bytes a second from `a` to `b` as they were measured; 0 where nobody did, or two half-lives ago."""

@@ -5,8 +5,10 @@ A pure function of what was measured. Does not know what the encodings are, or h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from routing.types import PeerId
 
 LOSS_S = 100e-6
 """What a loss of any size must save, a position: text that is another computer's last digits costs that much."""
@@ -25,8 +27,8 @@ class Encoding:
 
     number: int
     row_bytes: int
-    row_s: float
-    error: float
+    row_s: float = 0.0
+    error: float = 0.0
 
     def price_s(self, bytes_per_s: float) -> float:
         """Of one position."""
@@ -44,3 +46,22 @@ def cheapest(encodings: Sequence[Encoding], bytes_per_s: float, present: int | N
     if best.price_s(bytes_per_s) < (1 - HYSTERESIS) * held.price_s(bytes_per_s):
         return best
     return held
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """What a session's rows may be written in. `encodings`: the first is taken where nothing is known of a way.
+    `present`: by its two ends, the number of the one that a way was given last. `settled`: by block, that of what comes
+    into it, for as long as the session lives."""
+
+    encodings: Sequence[Encoding]
+    present: Mapping[tuple[PeerId, PeerId], int] = field(default_factory=dict)
+    settled: Mapping[int, int] = field(default_factory=dict)
+
+    def choose(self, a: PeerId, b: PeerId, bytes_per_s: float, block: int | None = None) -> Encoding:
+        """For what goes from `a` to `b`, and there into `block`, if that is known. `bytes_per_s` as in `cheapest`."""
+        if block is not None and (number := self.settled.get(block)) is not None:
+            for encoding in self.encodings:
+                if encoding.number == number:
+                    return encoding
+        return cheapest(self.encodings, bytes_per_s, self.present.get((a, b)))

@@ -195,7 +195,7 @@ def _within(route: Route, view: View, costs: Costs, request: Request, now: float
         ways = {
             peer: min(
                 (
-                    cost + edge_s(costs, request, end, peer) + costs.queue_s(view.records[peer])
+                    cost + edge_s(costs, request, end, peer, hop.entry) + costs.queue_s(view.records[peer])
                     + blocks * costs.block_s(view.records[peer], request.tokens) + request.penalty_s(peer),
                     (*hops, Hop(peer, hop.entry, hop.exit)),
                 )
@@ -216,7 +216,7 @@ def route_cost(route: Route, view: View, costs: Costs, request: Request) -> Plan
     terms = []
     for index, hop in enumerate(route):
         record = view.records[hop.peer_id]
-        network_s = edge_s(costs, request, *ways[index])
+        network_s = edge_s(costs, request, *ways[index], hop.entry)
         if index == len(route) - 1:
             network_s += edge_s(costs, request, *ways[-1])
         terms.append(
@@ -265,8 +265,8 @@ def _cheapest(view: View, costs: Costs, request: Request, servers: list[list[Pee
     if request.objective is Objective.HOPS:
         fault, hop = fault * (request.n_blocks + 1), fault
 
-    def edge(a: PeerId, b: PeerId) -> float:
-        cost = edge_s(costs, request, a, b)
+    def edge(a: PeerId, b: PeerId, block: int | None = None) -> float:
+        cost = edge_s(costs, request, a, b, block)
         return cost + EDGE_WEIGHT * fault if (a, b) in request.avoid_edges else cost
 
     prefer = request.prefer
@@ -282,7 +282,7 @@ def _cheapest(view: View, costs: Costs, request: Request, servers: list[list[Pee
             + (fault if record.peer_id in request.avoid_peers else 0.0)
             for record in records
         ],
-        enter=[edge(CLIENT, peer) for peer in peers],
+        enter=[edge(CLIENT, peer, 0) for peer in peers],
         leave=[edge(peer, CLIENT) for peer in peers],
         shortest=[costs.least_link_s(peer) for peer in peers],
         link=lambda a, b: edge(peers[a], peers[b]),

@@ -23,7 +23,7 @@ from routing.candidates import Candidates
 from routing.constraints import Constraints
 from routing.cost import CLIENT, Costs, CostSettings
 from routing.crowding import crowd_penalties
-from routing.encoding import cheapest
+from routing.encoding import Wire
 from routing.errors import BadInput, DaemonFailed, NoRoute, SwarmError, TimedOut, Unreachable, WrongModel
 from routing.explain import Explanation, explain
 from routing.health import Health
@@ -93,8 +93,11 @@ class SwarmClient:
         self.short_context = family.short_context(text_config(checkpoint.config))
         self.view = View({}, self.n_blocks)
         self.costs = Costs(CostSettings(hop_s=HOP_S))
-        row_bytes = text_config(checkpoint.config).hidden_size * config.dtype.itemsize
-        self._candidates = Candidates(self.n_blocks, self.costs, row_bytes=row_bytes)
+        exact, hidden = lossless_codec(config.dtype), text_config(checkpoint.config).hidden_size
+        self._codecs: dict[tuple[PeerId, PeerId], int] = {}  # chosen last, from one end to another
+        self.wire = Wire(encodings=encodings(exact, hidden), present=self._codecs)
+        row_bytes = self.wire.encodings[0].row_bytes
+        self._candidates = Candidates(self.n_blocks, self.costs, row_bytes=row_bytes, wire=self.wire)
         self._probes: Probes
         self.health = Health()
         self._dials = Dials()
@@ -104,7 +107,6 @@ class SwarmClient:
         self.sessions: dict[bytes, Session] = {}
         self.scope = 0  # part of all names: what was computed before a peer was found wrong is not shared after
         self.warm = WarmPrefixes()
-        self._codecs: dict[tuple[PeerId, PeerId], Codec] = {}  # chosen last, from one end to another
         self._trials = Trials()
         self._on_trial: dict[bytes, Trial] = {}
         self._trying: set[asyncio.Task[None]] = set()
@@ -350,16 +352,12 @@ class SwarmClient:
     def choose_codec(self, source: PeerId, target: PeerId) -> Codec:
         """For hidden states from one end to another: what loses nothing, unless the way is known to be so slow that
         another pays."""
-        exact = lossless_codec(self.config.dtype)
-        if source == target:
-            return exact
         self.costs.advance(time.monotonic())
-        way, bytes_per_s = (source, target), self.costs.bandwidth(source, target)
-        if not bytes_per_s:
-            return exact
-        found = cheapest(encodings(exact, self.head.hidden_size), bytes_per_s, self._codecs.get(way))
-        self._codecs[way] = Codec(found.number)
-        return self._codecs[way]
+        bytes_per_s = self.costs.bandwidth(source, target)
+        found = self.wire.choose(source, target, bytes_per_s)
+        if bytes_per_s:
+            self._codecs[source, target] = found.number
+        return Codec(found.number)
 
     def learn(self, trace: StepTrace) -> None:
         """Every step brings its own timing."""

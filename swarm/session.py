@@ -9,12 +9,13 @@ import asyncio
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from routing.constraints import Constraints
+from routing.encoding import Wire
 from routing.errors import BadInput, ProtocolError, SessionError
 from routing.types import Hop, Objective, PeerId, Route
 from swarm.codec import COMPUTE_DTYPES, decode_rows, lossless_codec, row_bytes
@@ -155,6 +156,13 @@ class Session:
     def _may_lose(self) -> bool:
         """Whether hidden states may come out of the wire otherwise than they went in."""
         return self.config.wire in ("auto", "int8")
+
+    @property
+    def wire(self) -> Wire | None:
+        """What its hidden states may be written in; None: as they are."""
+        every = self.client.wire.encodings
+        allowed = {"auto": every, "int8": every[-1:]}.get(self.config.wire)
+        return replace(self.client.wire, encodings=allowed, settled=self.driver.codecs) if allowed else None
 
     def _chain(self, long: bool) -> NameChain:
         """What must not be shared has another root: other codecs, what may have lost something on the wire, what was

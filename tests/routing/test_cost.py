@@ -61,6 +61,14 @@ def test_transfer_is_charged_in_its_own_direction():
     assert costs.transfer_s("a", "b", 10**12) == LONGEST_S
 
 
+def test_a_slow_way_fades_by_the_seconds_that_it_takes():
+    costs = Costs(CostSettings(link_half_life_s=100.0, bandwidth=1e6))
+    costs.observe_bandwidth("a", "b", 1e3)
+    for now, seconds in ((0.0, 1.0), (1.0, 0.993), (100.0, 0.5005), (1e6, 0.001)):
+        costs.advance(now)
+        assert costs.transfer_s("a", "b", 1000) == pytest.approx(seconds, abs=1e-3)
+
+
 def test_a_new_measurement_moves_the_mean_by_its_weight():
     costs = Costs(CostSettings(weight=0.25))
     costs.observe_decode("a", 0.1)

@@ -78,6 +78,20 @@ async def test_auto_loses_nothing_until_a_way_is_known_to_be_slow(tiny: Path, lo
         assert set(session._session.driver.codecs.values()) == {Codec.FP32}  # for as long as it lives
 
 
+async def test_a_slow_way_is_taken_where_8_bits_relieve_it(tiny: Path, local: Reference) -> None:
+    """A row of 256 bytes takes 2 s, 98 bytes take 0.8 s; a block takes the other peer 1.3 s."""
+    async with running(tiny, ["0:6", "0:6"]) as (swarm, model):
+        near, elsewhere = (peer.peer_id for peer in swarm.peers)
+        for wire, best in (("exact", elsewhere), ("auto", near), ("int8", near)):
+            model._session_config = SessionConfig(wire=wire, standby="none", share_prefixes=False)
+            model.client.costs.advance(time.monotonic())
+            model.client.costs.observe_bandwidth(CLIENT, near, 0.001 * MBIT)
+            model.client.costs.observe_decode(elsewhere, 1.3)
+            async with model.session() as session:
+                await session._session.step(local.ids(LONG)[:3])
+                assert session.route is not None and session.route[0].peer_id == best, wire
+
+
 @pytest.mark.parametrize(
     ("client_mbit", "mbit", "codecs"),
     [(1.0, 1e4, [Codec.INT8, Codec.FP32]), (1e4, 1.0, [Codec.FP32, Codec.INT8])],
