@@ -23,12 +23,13 @@ HYSTERESIS = 0.2
 @dataclass(frozen=True, slots=True)
 class Encoding:
     """`number` is the codec's. `row_s`: writing and reading one row. `error`: mean KL of the next token against what it
-    is without, in nats; 0 for one that loses nothing."""
+    is without, in nats; 0 for one that loses nothing. `name`: for people."""
 
     number: int
     row_bytes: int
     row_s: float = 0.0
     error: float = 0.0
+    name: str = ""
 
     def price_s(self, bytes_per_s: float) -> float:
         """Of one position."""
@@ -52,9 +53,10 @@ def cheapest(encodings: Sequence[Encoding], bytes_per_s: float, present: int | N
 class Wire:
     """What a session's rows may be written in. `encodings`: the first is taken where nothing is known of a way.
     `present`: by its two ends, the number of the one that a way was given last. `settled`: by block, that of what comes
-    into it, for as long as the session lives."""
+    into it, for as long as the session lives. `results`: the name of the one in which rows come back."""
 
     encodings: Sequence[Encoding]
+    results: str = ""
     present: Mapping[tuple[PeerId, PeerId], int] = field(default_factory=dict)
     settled: Mapping[int, int] = field(default_factory=dict)
 
@@ -65,3 +67,8 @@ class Wire:
                 if encoding.number == number:
                     return encoding
         return cheapest(self.encodings, bytes_per_s, self.present.get((a, b)))
+
+
+def both_ways(wire_in: str, wire_out: str) -> str:
+    """Of a hop, for people: `fp32`, or `fp32>int8` where it sends otherwise than it is sent. Empty: not known."""
+    return wire_in if wire_in == wire_out else f"{wire_in}>{wire_out}"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from routing.cost import CLIENT, Costs
+from routing.encoding import both_ways
 from routing.errors import NoRoute
 from routing.objectives import pipelined, slowest_s
 from routing.request import EDGE_WEIGHT, Request, edge_s, edges, toll_s
@@ -31,7 +32,8 @@ SPLIT_GAIN = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopCost:
-    """What one hop adds, in seconds. The way back to the client is in the last hop's `network_s`."""
+    """What one hop adds, in seconds. The way back to the client is in the last hop's `network_s`. `wire_in`,
+    `wire_out`: the names of what hidden states that come to it, and go on from it, are written in; empty: not known."""
 
     hop: Hop
     network_s: float
@@ -39,6 +41,8 @@ class HopCost:
     compute_s: float
     penalty_s: float = 0.0
     replay_s: float = 0.0  # this token's share of a context that is computed anew
+    wire_in: str = ""
+    wire_out: str = ""
 
     @property
     def total_s(self) -> float:
@@ -87,7 +91,8 @@ class Plan:
                 f" + queue {term.queue_s * 1e3:.1f} + compute {term.compute_s * 1e3:.1f}"
             )
             line += f" + replay {term.replay_s * 1e3:.1f}" if term.replay_s else ""
-            lines.append(line + (f" + penalty {term.penalty_s * 1e3:.1f}" if term.penalty_s else ""))
+            line += f" + penalty {term.penalty_s * 1e3:.1f}" if term.penalty_s else ""
+            lines.append(line + (f"; {both_ways(term.wire_in, term.wire_out)}" if term.wire_in else ""))
         return "\n".join(lines)
 
 
@@ -212,7 +217,9 @@ def route_cost(route: Route, view: View, costs: Costs, request: Request) -> Plan
     lost = [block for hop in route if hop.peer_id not in view.records for block in range(hop.entry, hop.exit)]
     if lost:
         raise NoRoute(f"no record of the peers for {_ranges(lost)} in {route}", blocks=lost)
-    ways = list(edges(route))
+    ways, wire = list(edges(route)), request.written
+    written = [costs.encoding(*way, wire, hop.entry).name for way, hop in zip(ways, route, strict=False)]
+    written.append(wire.results)
     terms = []
     for index, hop in enumerate(route):
         record = view.records[hop.peer_id]
@@ -227,6 +234,8 @@ def route_cost(route: Route, view: View, costs: Costs, request: Request) -> Plan
                 compute_s=costs.block_s(record, request.tokens) * (hop.exit - hop.entry),
                 penalty_s=request.penalty_s(hop.peer_id),
                 replay_s=request.replay_s(costs, record) * (hop.exit - hop.entry),
+                wire_in=written[index],
+                wire_out=written[index + 1],
             )
         )
     longest_s = slowest_s(route, view, costs, request) if request.objective is Objective.THROUGHPUT else 0.0

@@ -32,6 +32,11 @@ def lossless_codec(dtype: torch.dtype) -> Codec:
     return Codec.BF16 if dtype is torch.bfloat16 else Codec.FP32
 
 
+def name_of(codec: Codec) -> str:
+    """For people."""
+    return codec.name.lower()
+
+
 def loses(codec: Codec, dtype: torch.dtype) -> bool:
     """Whether rows of that dtype come out otherwise than they went in."""
     return codec > lossless_codec(dtype)
@@ -45,6 +50,7 @@ def encodings(exact: Codec, hidden: int) -> list[Encoding]:
             row_bytes=row_bytes(codec, hidden),
             row_s=INT8_VALUE_S * hidden if codec is Codec.INT8 else 0.0,
             error=0.0 if codec is exact else ERRORS[codec],
+            name=name_of(codec),
         )
         for codec in ERRORS
         if codec >= exact

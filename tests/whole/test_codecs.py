@@ -105,6 +105,10 @@ async def test_each_way_has_a_codec_of_its_own(
         async with model.session() as session:
             await session._session.step(local.ids(LONG))
             assert session._session.driver.codecs == {0: codecs[0], 3: codecs[1]}
+            into = [codec.name.lower() for codec in (*codecs, Codec.FP32)]
+            told = [(into[0], into[1]), (into[1], into[2])]
+            assert [(hop.wire_in, hop.wire_out) for hop in session.traces[-1].hops] == told
+            assert [(term.wire_in, term.wire_out) for term in session.explain().chosen.terms] == told
             for hop in (0, 1):
                 (there,) = used(swarm, session, hop).service.table.sessions.values()
                 assert [there.codec_from(place) for place in (-1, 0)] == codecs
