@@ -112,6 +112,7 @@ class Node:
         self._leases: Leases
         self._span: Span
         self._capacity = 0  # blocks, if it may choose
+        self._int8_value_s = 0.0
         self._service: Service
         self._succession: Succession
         self._announcer: Announcer
@@ -342,6 +343,7 @@ class Node:
     async def _serve(self, stack: AsyncExitStack, blocks: Blocks) -> None:
         config, hive, peer_id = self.config, self._hive, self._identity.peer_id
         speed = await self._thread.run(self._measured, blocks)
+        self._int8_value_s = speed.int8_value_s
         self._service = self._make_service(blocks, speed)
         self._succession = Succession(self._service)
         stack.push_async_callback(self._succession.close)
@@ -462,6 +464,7 @@ class Node:
             place=place if (place := self._endpoint.coordinates.coordinate).known else None,
             dtype=self._dtype,
             region=self.config.region.lower(),
+            int8_value_s=self._int8_value_s,
         )
 
     def _about(self, bootstrap: tuple[str, ...]) -> About:

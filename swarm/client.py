@@ -37,7 +37,7 @@ from routing.view import Expired, RecordsSeen, View, apply, forgotten
 from swarm import manifest as manifests
 from swarm import native
 from swarm.checkpoint import Checkpoint
-from swarm.codec import encode_rows, encodings, lossless_codec
+from swarm.codec import encode_rows, encodings, int8_value_s, lossless_codec, name_of
 from swarm.compute import ComputeThread
 from swarm.discovery import Directory
 from swarm.families import Family, text_config
@@ -95,7 +95,10 @@ class SwarmClient:
         self.costs = Costs(CostSettings(hop_s=HOP_S))
         exact, hidden = lossless_codec(config.dtype), text_config(checkpoint.config).hidden_size
         self._codecs: dict[tuple[PeerId, PeerId], int] = {}  # chosen last, from one end to another
-        self.wire = Wire(encodings=encodings(exact, hidden), present=self._codecs)
+        self._row_s: dict[PeerId, float] = {}  # of writing and reading one row in 8 bits, where it was measured
+        self.wire = Wire(
+            encodings=encodings(exact, hidden), present=self._codecs, row_s=self._row_s, results=name_of(exact)
+        )
         row_bytes = self.wire.encodings[0].row_bytes
         self._candidates = Candidates(self.n_blocks, self.costs, row_bytes=row_bytes, wire=self.wire)
         self._probes: Probes
@@ -168,7 +171,13 @@ class SwarmClient:
         await asyncio.wait([background.spawn(self.probe())], timeout=FIRST_PROBE_S)
         background.spawn(self._keep_fresh())
         background.spawn(self._tick())
-        background.spawn(native.prepare())
+        background.spawn(self._get_kernels())
+
+    async def _get_kernels(self) -> None:
+        """Native ones, and how fast hidden states are written with what there is; on no token's path."""
+        await native.prepare()
+        hidden = self.head.hidden_size
+        self._row_s[CLIENT] = hidden * await asyncio.to_thread(int8_value_s, hidden)
 
     async def _join_swarm(self, stack: AsyncExitStack, identity: Identity) -> StreamCarrier | None:
         """Sets the directory and its clock; returns what carries streams, if anything does. The seam for tests
@@ -216,9 +225,12 @@ class SwarmClient:
             self.costs.forget(peer_id)
             self.busy_until.pop(peer_id, None)
             self._goodbyes.pop(peer_id, None)
+            self._row_s.pop(peer_id, None)
         for record in map(self.view.records.__getitem__, self.view.changed & self.view.records.keys()):
             if record.place is not None:
                 self.costs.place(record.peer_id, record.place)
+            if record.int8_value_s:
+                self._row_s[record.peer_id] = self.head.hidden_size * record.int8_value_s
 
     async def look_again(self, *, pause_s: float) -> None:
         """Read the directory, after a pause, because a route is wanted and none was found."""

@@ -9,7 +9,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -165,8 +165,8 @@ class Session:
         """What its hidden states may be written in."""
         every = encodings(self._codec, self.client.head.hidden_size)
         allowed = {"auto": every, "int8": every[-1:]}.get(self.config.wire, every[:1])
-        results, present = name_of(self._codec), self.client.wire.present
-        return Wire(encodings=allowed, results=results, present=present, settled=self.driver.codecs)
+        results = name_of(self._codec)
+        return replace(self.client.wire, encodings=allowed, results=results, settled=self.driver.codecs)
 
     def _chain(self, long: bool) -> NameChain:
         """What must not be shared has another root: other codecs, what may have lost something on the wire, what was

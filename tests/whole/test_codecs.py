@@ -18,6 +18,7 @@ from swarm.session import SessionConfig
 from tests.whole.inprocess import InProcessModel, InProcessSwarm
 from tests.whole.reference import Reference
 from tests.whole.scenes import SPARED, Text, running, used
+from tests.whole.stand_ins import until
 
 CHAIN = ["0:3", "3:6"]
 MBIT = 1e6 / 8
@@ -90,6 +91,20 @@ async def test_a_slow_way_is_taken_where_8_bits_relieve_it(tiny: Path, local: Re
             async with model.session() as session:
                 await session._session.step(local.ids(LONG)[:3])
                 assert session.route is not None and session.route[0].peer_id == best, wire
+
+
+async def test_a_peer_that_writes_8_bits_slowly_says_so_and_is_sent_more(tiny: Path) -> None:
+    async with running(tiny, ["0:6", "0:6"]) as (swarm, model):
+        client = model.client
+        usual, slow = (peer.peer_id for peer in swarm.peers)
+        swarm.tell(swarm.by_id(slow), int8_value_s=1e-3 / client.head.hidden_size)
+        await client.refresh()
+        client.costs.advance(time.monotonic())
+        for peer_id in (usual, slow):
+            client.costs.observe_bandwidth(CLIENT, peer_id, 256 / 4e-3)
+        assert [client.choose_codec(CLIENT, peer_id) for peer_id in (usual, slow)] == [Codec.INT8, Codec.BF16]
+        await until(lambda: CLIENT in client.wire.row_s)
+        assert 0 < client.wire.row_s[CLIENT] < 1e-2, "the client's own is measured too"
 
 
 @pytest.mark.parametrize(
