@@ -208,7 +208,7 @@ class Node:
         stack.push_async_callback(self._hive.close)
         self._manifest = await fetch_manifest(self._hive, join, JOIN_S)
         if absent is not None:
-            self._borrowed = Borrowed(self._hive, join, self._manifest, absent)
+            self._borrowed = Borrowed(self._hive, join, self._manifest, absent, self.config.model_cache_bytes)
             self._use(await self._borrowed.open_model(stack))
             await self._choose_quantization()
         self._open_directory()
