@@ -15,27 +15,32 @@ from bench.setting import Setting
 from routing.candidates import Candidates
 from routing.coordinates import Coordinate
 from routing.cost import CLIENT, Costs
+from routing.encoding import Wire
 from routing.moving import Mover
 from routing.planner import Plan, plan, route_cost
 from routing.request import Request
 from routing.trials import Trials
 from routing.types import PeerRecord, Span
 from routing.view import RecordsSeen, View, apply
+from swarm.codec import encodings
+from swarm.frames import Codec
 from swarm.trial import STEPS
 from tests.routing.crowd import EXPIRES, crowd
 
-PEERS, BLOCKS = 10_000, 80
+PEERS, BLOCKS, HIDDEN = 10_000, 80, 576
 REPEATS = 15
 SWARMS, NOISE = 1000, 0.2
 
 
 def plans(setting: Setting) -> list[Figure]:
-    """A swarm a round: regions on a sphere, unlike machines and spans, everybody's coordinates known."""
+    """A swarm a round: regions on a sphere, unlike machines and spans, everybody's coordinates known. Hidden states may
+    go in whatever pays."""
     plan_ms, again_ms, ratios = [], [], []
-    request = Request(n_blocks=BLOCKS, row_bytes=2304)
+    wire = Wire(encodings=encodings(Codec.FP32, HIDDEN))
+    request = Request(n_blocks=BLOCKS, row_bytes=wire.encodings[0].row_bytes, wire=wire)
     for seed in range(setting.rounds):
         view, costs = crowd(PEERS, BLOCKS, seed)
-        candidates = Candidates(BLOCKS, costs, row_bytes=request.row_bytes)
+        candidates = Candidates(BLOCKS, costs, row_bytes=request.row_bytes, wire=wire)
         candidates.short_view(view, 0.0, request)  # as a client has it before the first prompt
 
         def once(seen: View, request: Request = request, candidates=candidates, costs=costs) -> Plan:

@@ -71,6 +71,12 @@ def serve(
         str | None, typer.Option(metavar="SIZE", help="most for weights and sessions' caches together, as 4G or 900M")
     ] = None,
     cache: Annotated[int | None, typer.Option(metavar="MIB", help="memory for sessions' caches")] = None,
+    model_cache: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE", envvar="SWARM_MODEL_CACHE", help="most that models from other peers may take on the disk"
+        ),
+    ] = "64G",
     identity: Annotated[Path | None, typer.Option(help="key file of this peer; made if it is not there")] = None,
     direct: Annotated[bool, typer.Option(help="direct connections (else only the swarm's own network)")] = True,
     metrics_port: Annotated[
@@ -89,6 +95,7 @@ def serve(
     with guarded(console):
         span = Span.parse(blocks) if blocks else None
         max_memory_bytes = parse_size(max_memory) if max_memory else None
+        model_cache_bytes = parse_size(model_cache)
         if join and join != "-":
             JoinCode.parse(join)  # a typing error is told at once
         with console.progress("starting"):
@@ -115,6 +122,7 @@ def serve(
             threads=threads,
             nice=nice,
             max_memory_bytes=max_memory_bytes,
+            model_cache_bytes=model_cache_bytes,
             cache_bytes=None if cache is None else cache << 20,
             identity_path=identity,
             direct=direct,

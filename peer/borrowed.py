@@ -21,9 +21,10 @@ UNHELPFUL = (JoinError, ProtocolError, TimedOut)
 
 
 class Borrowed:
-    def __init__(self, hive: Hive, join: JoinCode, manifest: Manifest, why: ModelNotFound):
-        """`why` the model is not here: told with what becomes of this, if that is nothing."""
-        self._me, self._join, self._why = hive.peer_id, join, why
+    def __init__(self, hive: Hive, join: JoinCode, manifest: Manifest, why: ModelNotFound, most_bytes: int):
+        """`why` the model is not here: told with what becomes of this, if that is nothing. `most_bytes`: that models
+        which came so take on the disk, but for those in use."""
+        self._me, self._join, self._why, self._most_bytes = hive.peer_id, join, why, most_bytes
         self._cache = default_cache_dir()
         self._folder = models_dir(self._cache) / join.fingerprint.hex()
         self._borrower = Borrower(hive, manifest, self._folder)
@@ -31,7 +32,7 @@ class Borrowed:
     async def open_model(self, stack: AsyncExitStack) -> Checkpoint:
         """What the model is, from a peer that the join code names. It is in use until `stack` ends."""
         stack.enter_context(in_use(self._folder))
-        await asyncio.to_thread(make_room, models_dir(self._cache))
+        await asyncio.to_thread(make_room, models_dir(self._cache), self._most_bytes)
         peers = [address.rsplit("/p2p/", 1)[1] for address in self._join.bootstrap]
         random.shuffle(peers)  # one that lies is not always the first
         try:

@@ -37,6 +37,7 @@ class PeerConfig:
     nice: bool = False  # computing gives way to whatever else the machine has to do
     cache_bytes: int | None = None  # None: half of what is free after loading
     max_memory_bytes: int | None = None  # for weights and cache together; None: what is free
+    model_cache_bytes: int = 64 << 30  # on the disk, for models from other peers; unused for longest goes first
     identity_path: Path | None = None  # None: the first of this user's that is not in use
     direct: bool = True  # False: only streams through the swarm's own network
     renew_s: float = 15.0

@@ -45,6 +45,7 @@ def setting_of(blocks: Blocks, fingerprint: bytes, dtype: str) -> Setting:
         "kernels": native.load(),
         "model": fingerprint.hex(),
         "blocks": len(blocks.span),
+        "hidden": blocks.shape.hidden,
         "bytes": blocks.nbytes,
         "dtype": dtype,
         "device": str(device),
@@ -79,7 +80,8 @@ def _decode(data: bytes, setting: Setting) -> Speed:
     speed = kept.speed
     if kept.setting != setting or set(speed.decode) != set(DECODE_ROWS) or set(speed.prefill) != set(PREFILL_TOKENS):
         raise ValueError("it is of something else")
-    if not all(math.isfinite(s) and s > 0 for s in (*speed.decode.values(), *speed.prefill.values())):
+    seconds = *speed.decode.values(), *speed.prefill.values(), speed.int8_value_s
+    if not all(math.isfinite(s) and s > 0 for s in seconds):
         raise ValueError("it holds times that cannot be")
     return speed
 

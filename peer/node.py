@@ -115,6 +115,7 @@ class Node:
         self._leases: Leases
         self._span: Span
         self._capacity = 0  # blocks, if it may choose
+        self._int8_value_s = 0.0
         self._service: Service
         self._succession: Succession
         self._announcer: Announcer
@@ -210,7 +211,7 @@ class Node:
         stack.push_async_callback(self._hive.close)
         self._manifest = await fetch_manifest(self._hive, join, JOIN_S)
         if absent is not None:
-            self._borrowed = Borrowed(self._hive, join, self._manifest, absent)
+            self._borrowed = Borrowed(self._hive, join, self._manifest, absent, self.config.model_cache_bytes)
             self._use(await self._borrowed.open_model(stack))
             await self._choose_quantization()
         self._open_directory()
@@ -355,6 +356,7 @@ class Node:
     async def _serve(self, stack: AsyncExitStack, blocks: Blocks) -> None:
         config, hive, peer_id = self.config, self._hive, self._identity.peer_id
         speed = await self._compute(self._measured, blocks)
+        self._int8_value_s = speed.int8_value_s
         self._service = self._make_service(blocks, speed)
         self._succession = Succession(self._service)
         stack.push_async_callback(self._succession.close)
@@ -475,6 +477,7 @@ class Node:
             place=place if (place := self._endpoint.coordinates.coordinate).known else None,
             dtype=self._dtype,
             region=self.config.region.lower(),
+            int8_value_s=self._int8_value_s,
         )
 
     def _about(self, bootstrap: tuple[str, ...]) -> About:

@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping
 
 from routing.cost import CLIENT, LONGEST_S, Costs
+from routing.encoding import Wire
 from routing.errors import BadInput
 from routing.request import Request
 from routing.types import Objective, PeerId, PeerRecord, PeerState, Span
@@ -32,11 +33,21 @@ _Kind = tuple[int, Objective]
 class Candidates:
     """Over the views of one swarm. Mutable; follows a view when it is asked for a short one."""
 
-    def __init__(self, n_blocks: int, costs: Costs, *, row_bytes: int = 0, few: int = FEW, each: int | None = None):
-        """`row_bytes`: as in a request. `each`: peers for a block, whatever the kind of request."""
+    def __init__(
+        self,
+        n_blocks: int,
+        costs: Costs,
+        *,
+        row_bytes: int = 0,
+        wire: Wire | None = None,
+        few: int = FEW,
+        each: int | None = None,
+    ):
+        """`row_bytes` and `wire`: as in most requests. `each`: peers for a block, whatever the kind of request."""
         if each is not None and each < 1:
             raise BadInput(f"at least one candidate a block, not {each}")
-        self._n_blocks, self._costs, self._row_bytes = n_blocks, costs, row_bytes
+        self._n_blocks, self._costs = n_blocks, costs
+        self._wire = Request(n_blocks=n_blocks, row_bytes=row_bytes, wire=wire).written
         self._few, self._each = few, each
         self._orders: dict[_Kind, tuple[_Order, ...]] = {}
         self._view = View({}, n_blocks)
@@ -142,9 +153,7 @@ class Candidates:
         costs, blocks = self._costs, len(record.span)
         tokens, objective = kind
         there_s = costs.link_s(CLIENT, record.peer_id)
-        toll_s = costs.queue_s(record) + costs.transfer_s(
-            CLIENT, record.peer_id, tokens * self._row_bytes, there_s
-        )
+        toll_s = costs.queue_s(record) + costs.rows_s(CLIENT, record.peer_id, tokens, self._wire, there_s, 0)
         own_s = costs.block_s(record, tokens) + toll_s / blocks
         into_s = min(costs.least_link_s(record.peer_id), there_s)
         reach_s = 2 * LONGEST_S * (self._n_blocks - record.span.end) if objective is Objective.HOPS else 0.0

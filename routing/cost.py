@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from routing.coordinates import Coordinate
+from routing.encoding import Encoding, Wire
 from routing.errors import BadInput
 from routing.types import PeerId, PeerRecord
 
@@ -26,6 +27,8 @@ LONGEST_S = 3600.0
 
 LEAST_CONFIDENCE = 0.25
 """What counts as measured, where a guess is no help."""
+
+_BYTES = Wire(encodings=(Encoding(0, row_bytes=1),))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,22 +185,30 @@ class Costs:
                 prior = max(self.link_s(CLIENT, a), self.link_s(CLIENT, b))
         return prior if mean is None else mean.blend(2 * prior, self.now) / 2
 
-    def between(self, ends: Sequence[PeerId], nbytes: int) -> Callable[[int, int], float]:
-        """For many pairs at one moment: `link_s` and `transfer_s` of `nbytes` in one, from an end to another one, both
-        told by their number in `ends`. What coordinates say takes no look at the books; most pairs of many peers never
-        measured each other."""
+    def between(
+        self, ends: Sequence[PeerId], rows: int, wire: Wire = _BYTES, block: int | None = None
+    ) -> Callable[[int, int], float]:
+        """For many pairs at one moment: `link_s` and `rows_s` in one, from an end to another one, both told by their
+        number in `ends`. What coordinates say takes no look at the books; most pairs of many peers never measured each
+        other."""
         places = [place if (place := self._places.get(end)) is not None and place.known else None for end in ends]
         met, rates, near_s = [self._rtt.get(end, {}) for end in ends], self._bandwidth, self.settings.near_s
-        slow, quick = self.settings.bandwidth, self.settings.near_bandwidth
-        far_transfer_s, near_transfer_s = (min(max(0, nbytes) / rate, LONGEST_S) for rate in (slow, quick))
+        slow, quick, usual = self.settings.bandwidth, self.settings.near_bandwidth, wire.encodings[0]
+        far_rows_s, near_rows_s = (
+            min(rows * (usual.row_bytes / rate + usual.row_s), LONGEST_S) for rate in (slow, quick)
+        )
+        settled = block in wire.settled
 
         def price(a: int, b: int) -> float:
             here, there = places[a], places[b]
-            if here is None or there is None or ends[b] in met[a] or (rates and (ends[a], ends[b]) in rates):
+            if (
+                settled or here is None or there is None or ends[b] in met[a]
+                or (rates and (ends[a], ends[b]) in rates)
+            ):  # fmt: skip
                 link_s = self.link_s(ends[a], ends[b])
-                return link_s + self.transfer_s(ends[a], ends[b], nbytes, link_s)
+                return link_s + self.rows_s(ends[a], ends[b], rows, wire, link_s, block)
             link_s = here.rtt_s(there) / 2
-            return link_s + (near_transfer_s if link_s <= near_s else far_transfer_s)
+            return link_s + (near_rows_s if link_s <= near_s else far_rows_s)
 
         return price
 
@@ -224,13 +235,30 @@ class Costs:
 
     def transfer_s(self, a: PeerId, b: PeerId, nbytes: int, link_s: float | None = None) -> float:
         """How much longer than an empty frame `nbytes` take from `a` to `b`. `link_s`: that of the two, if at hand."""
-        if nbytes <= 0 or a == b:
+        return self.rows_s(a, b, nbytes, _BYTES, link_s) if nbytes > 0 else 0.0
+
+    def rows_s(
+        self, a: PeerId, b: PeerId, rows: int, wire: Wire, link_s: float | None = None, block: int | None = None
+    ) -> float:
+        """The same of so many rows, with the time to write and to read them, in what that way would be given. `block`:
+        the first one that `b` runs then, if known."""
+        if a == b:
             return 0.0
-        mean = self._bandwidth.get((a, b))
-        near = (self.link_s(a, b) if link_s is None else link_s) <= self.settings.near_s
-        prior = self.settings.near_bandwidth if near else self.settings.bandwidth
-        rate = prior if mean is None else mean.blend(prior, self.now)
-        return min(nbytes / rate, LONGEST_S)
+        settings, mean = self.settings, self._bandwidth.get((a, b))
+        # A search asks for thousands of ways, and few were ever measured.
+        usual = mean is None and block not in wire.settled
+        encoding = wire.encodings[0] if usual else self.encoding(a, b, wire, block)
+        near = (self.link_s(a, b) if link_s is None else link_s) <= settings.near_s
+        rate = settings.near_bandwidth if near else settings.bandwidth
+        if mean is not None:  # seconds fade, not bytes a second: else a slow way would seem quick after a moment
+            confidence = mean.confidence(self.now)
+            rate = 1 / (confidence / mean.value + (1 - confidence) / rate)
+        seconds = rows * (encoding.row_bytes / rate + encoding.row_s)
+        return seconds if seconds < LONGEST_S else LONGEST_S
+
+    def encoding(self, a: PeerId, b: PeerId, wire: Wire, block: int | None = None) -> Encoding:
+        """What rows from `a` to `b` would be written in. `block` as in `rows_s`."""
+        return wire.choose(a, b, self.bandwidth(a, b), block)
 
     def bandwidth(self, a: PeerId, b: PeerId) -> float:
         """Bytes a second from `a` to `b` as they were measured; 0 where nobody did, or two half-lives ago."""

@@ -26,7 +26,7 @@ def pipelined(
 
     def transfer(a: int, b: int) -> float:
         edge = names[a], names[b]
-        return math.inf if edge in broken else _transfer_s(costs, request, *edge)
+        return math.inf if edge in broken else _transfer_s(costs, request, *edge, 0 if a == END else None)
 
     stays = Pipeline(
         servers=[[number[peer] for peer in those] for those in servers],
@@ -35,7 +35,7 @@ def pipelined(
         transfer=transfer,
         block_cost=[costs.block_s(record, request.tokens) + request.replay_s(costs, record) for record in records],
         toll=[toll_s(costs, request, record) for record in records],
-        link=lambda a, b: edge_s(costs, request, names[a], names[b]),
+        link=lambda a, b: edge_s(costs, request, names[a], names[b], 0 if a == END else None),
     ).run()
     return Route(tuple(Hop(peers[index], start, end) for index, start, end in stays))
 
@@ -46,12 +46,16 @@ def slowest_s(route: Route, view: View, costs: Costs, request: Request) -> float
     for hop in route:
         record = view.records[hop.peer_id]
         busy_s[hop.peer_id] += toll_s(costs, request, record) + len(hop) * _stage_block_s(costs, request, record)
-    return max(*busy_s.values(), *(_transfer_s(costs, request, a, b) for a, b in edges(route)))
+    into = [*(hop.entry for hop in route), None]
+    ways = (_transfer_s(costs, request, *edge, block) for edge, block in zip(edges(route), into, strict=True))
+    return max(*busy_s.values(), *ways)
 
 
 def _stage_block_s(costs: Costs, request: Request, record: PeerRecord) -> float:
     return costs.block_s(record, request.pass_rows) + request.replay_s(costs, record)
 
 
-def _transfer_s(costs: Costs, request: Request, a: PeerId, b: PeerId) -> float:
-    return costs.transfer_s(a, b, request.pass_rows * request.row_bytes)
+def _transfer_s(costs: Costs, request: Request, a: PeerId, b: PeerId, block: int | None) -> float:
+    if b == CLIENT:
+        return costs.transfer_s(a, b, request.pass_rows * request.row_bytes)
+    return costs.rows_s(a, b, request.pass_rows, request.written, block=block)

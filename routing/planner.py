@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from routing.cost import CLIENT, Costs
+from routing.encoding import both_ways
 from routing.errors import NoRoute
 from routing.objectives import pipelined, slowest_s
 from routing.request import EDGE_WEIGHT, Request, edge_s, edges, edges_s, toll_s
@@ -32,7 +33,8 @@ SPLIT_GAIN = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopCost:
-    """What one hop adds, in seconds. The way back to the client is in the last hop's `network_s`."""
+    """What one hop adds, in seconds. The way back to the client is in the last hop's `network_s`. `wire_in`,
+    `wire_out`: the names of what hidden states that come to it, and go on from it, are written in; empty: not known."""
 
     hop: Hop
     network_s: float
@@ -40,6 +42,8 @@ class HopCost:
     compute_s: float
     penalty_s: float = 0.0
     replay_s: float = 0.0  # this token's share of a context that is computed anew
+    wire_in: str = ""
+    wire_out: str = ""
 
     @property
     def total_s(self) -> float:
@@ -88,7 +92,8 @@ class Plan:
                 f" + queue {term.queue_s * 1e3:.1f} + compute {term.compute_s * 1e3:.1f}"
             )
             line += f" + replay {term.replay_s * 1e3:.1f}" if term.replay_s else ""
-            lines.append(line + (f" + penalty {term.penalty_s * 1e3:.1f}" if term.penalty_s else ""))
+            line += f" + penalty {term.penalty_s * 1e3:.1f}" if term.penalty_s else ""
+            lines.append(line + (f"; {both_ways(term.wire_in, term.wire_out)}" if term.wire_in else ""))
         return "\n".join(lines)
 
 
@@ -196,7 +201,7 @@ def _within(route: Route, view: View, costs: Costs, request: Request, now: float
         ways = {
             peer: min(
                 (
-                    cost + edge_s(costs, request, end, peer) + costs.queue_s(view.records[peer])
+                    cost + edge_s(costs, request, end, peer, hop.entry) + costs.queue_s(view.records[peer])
                     + blocks * costs.block_s(view.records[peer], request.tokens) + request.penalty_s(peer),
                     (*hops, Hop(peer, hop.entry, hop.exit)),
                 )
@@ -213,11 +218,13 @@ def route_cost(route: Route, view: View, costs: Costs, request: Request) -> Plan
     lost = [block for hop in route if hop.peer_id not in view.records for block in range(hop.entry, hop.exit)]
     if lost:
         raise NoRoute(f"no record of the peers for {_ranges(lost)} in {route}", blocks=lost)
-    ways = list(edges(route))
+    ways, wire = list(edges(route)), request.written
+    written = [costs.encoding(*way, wire, hop.entry).name for way, hop in zip(ways, route, strict=False)]
+    written.append(wire.results)
     terms = []
     for index, hop in enumerate(route):
         record = view.records[hop.peer_id]
-        network_s = edge_s(costs, request, *ways[index])
+        network_s = edge_s(costs, request, *ways[index], hop.entry)
         if index == len(route) - 1:
             network_s += edge_s(costs, request, *ways[-1])
         terms.append(
@@ -228,6 +235,8 @@ def route_cost(route: Route, view: View, costs: Costs, request: Request) -> Plan
                 compute_s=costs.block_s(record, request.tokens) * (hop.exit - hop.entry),
                 penalty_s=request.penalty_s(hop.peer_id),
                 replay_s=request.replay_s(costs, record) * (hop.exit - hop.entry),
+                wire_in=written[index],
+                wire_out=written[index + 1],
             )
         )
     longest_s = slowest_s(route, view, costs, request) if request.objective is Objective.THROUGHPUT else 0.0
@@ -267,7 +276,7 @@ def _cheapest(view: View, costs: Costs, request: Request, servers: list[list[Pee
         fault, hop = fault * (request.n_blocks + 1), fault
 
     client = len(peers)
-    onward, back = edges_s(costs, request, [*peers, CLIENT], broken_s=EDGE_WEIGHT * fault)
+    first, onward, back = edges_s(costs, request, [*peers, CLIENT], broken_s=EDGE_WEIGHT * fault)
     prefer = request.prefer
     known: list[int] = []
     if prefer is not None and _is_valid(prefer, servers):
@@ -281,7 +290,7 @@ def _cheapest(view: View, costs: Costs, request: Request, servers: list[list[Pee
             + (fault if record.peer_id in request.avoid_peers else 0.0)
             for record in records
         ],
-        enter=[onward(client, peer) for peer in range(client)],
+        enter=[first(client, peer) for peer in range(client)],
         leave=[back(peer, client) for peer in range(client)],
         shortest=[costs.least_link_s(peer) for peer in peers],
         link=onward,

@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 from routing.constraints import Constraints
 from routing.cost import CLIENT, LONGEST_S, Costs
+from routing.encoding import Encoding, Wire
 from routing.errors import BadInput
 from routing.types import Objective, PeerId, PeerRecord, Route
 
@@ -44,7 +46,8 @@ class Request:
 
     n_blocks: int
     tokens: int = 1  # 1: a decode step; more: a prefill chunk
-    row_bytes: int = 0  # of one token's hidden state on the wire; 0: transfer costs nothing
+    row_bytes: int = 0  # of one token's hidden state as it is; 0: transfer costs nothing
+    wire: Wire | None = None  # what else it may be written in until it comes back
     avoid_peers: frozenset[PeerId] = frozenset()
     avoid_edges: frozenset[Edge] = frozenset()
     penalties: Mapping[PeerId, float] = field(default_factory=dict)
@@ -62,6 +65,11 @@ class Request:
             raise BadInput(f"hysteresis must be finite and not negative, not {self.hysteresis}")
         if not all(0 <= penalty < math.inf for penalty in self.penalties.values()):
             raise BadInput("penalties must be finite and not negative")
+
+    @cached_property
+    def written(self) -> Wire:
+        """On the way to a peer."""
+        return self.wire or Wire(encodings=(Encoding(0, self.row_bytes),))
 
     @property
     def pass_rows(self) -> int:
@@ -88,26 +96,33 @@ def edges(route: Route) -> Iterator[Edge]:
     return pairwise(ends)
 
 
-def edge_s(costs: Costs, request: Request, a: PeerId, b: PeerId) -> float:
-    """One way between two ends, with what is sent over it: all rows; back to the client only the last."""
-    rows = 1 if b == CLIENT else request.tokens
+def edge_s(costs: Costs, request: Request, a: PeerId, b: PeerId, block: int | None = None) -> float:
+    """One way between two ends, with what is sent over it: all rows; back to the client only the last. `block`: the
+    first one that `b` runs then, if known."""
     link_s = costs.link_s(a, b)
-    return link_s + costs.transfer_s(a, b, rows * request.row_bytes, link_s)
+    if b == CLIENT:
+        return link_s + costs.transfer_s(a, b, request.row_bytes, link_s)
+    return link_s + costs.rows_s(a, b, request.tokens, request.written, link_s, block)
 
 
 def edges_s(
     costs: Costs, request: Request, ends: Sequence[PeerId], *, broken_s: float
-) -> tuple[EdgePrice, EdgePrice]:
-    """`edge_s` for many pairs at one moment, ends told by their number: of those towards a peer, and of those back to
-    the client. An edge to be avoided costs `broken_s` more."""
-    onward, back = (costs.between(ends, rows * request.row_bytes) for rows in (request.tokens, 1))
+) -> tuple[EdgePrice, EdgePrice, EdgePrice]:
+    """`edge_s` for many pairs at one moment, ends told by their number: of those into the first block, of those from
+    there on, and of those back to the client. An edge to be avoided costs `broken_s` more."""
+    prices = (
+        costs.between(ends, request.tokens, request.written, 0),
+        costs.between(ends, request.tokens, request.written),
+        costs.between(ends, request.row_bytes),
+    )
     if not request.avoid_edges:
-        return onward, back
+        return prices
 
-    def extra_s(a: int, b: int) -> float:
-        return broken_s if (ends[a], ends[b]) in request.avoid_edges else 0.0
+    def avoiding(price: EdgePrice) -> EdgePrice:
+        return lambda a, b: price(a, b) + (broken_s if (ends[a], ends[b]) in request.avoid_edges else 0.0)
 
-    return lambda a, b: onward(a, b) + extra_s(a, b), lambda a, b: back(a, b) + extra_s(a, b)
+    first, onward, back = map(avoiding, prices)
+    return first, onward, back
 
 
 def toll_s(costs: Costs, request: Request, record: PeerRecord) -> float:

@@ -91,6 +91,7 @@ class PeerRecord:
     place: Coordinate | None = None  # where it is in the network; None: not known
     dtype: str = ""  # what its blocks compute in, "/int8" behind it if their weights are quantized; empty: not stated
     region: str = ""  # the data region that its owner states; empty: not stated
+    int8_value_s: float = 0.0  # writing and reading one value of a hidden state in 8 bits; 0: not stated
 
 
 @dataclass(frozen=True, slots=True, order=True)

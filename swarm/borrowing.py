@@ -28,7 +28,6 @@ from swarm.lending import LISTING_BYTES, PART_BYTES, PIECE_BYTES, PROTOCOL, STAL
 from swarm.manifest import Manifest, config_hash, digest_as
 from swarm.progress import Progress
 
-MOST_KEPT_BYTES = 64 << 30  # of all models; the one unused for longest goes first
 MOST_HEAD_BYTES = 128 << 20
 MOST_FILE_BYTES = 1 << 42
 MOST_TENSOR_BYTES = 16 << 30
@@ -235,7 +234,7 @@ def in_use(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def make_room(root: Path, most_bytes: int = MOST_KEPT_BYTES) -> None:
+def make_room(root: Path, most_bytes: int) -> None:
     """Removes models, those unused for longest first, until what is left takes at most `most_bytes`."""
     folders = [folder for folder in root.iterdir() if folder.is_dir()] if root.is_dir() else []
     sizes = {folder: sum(file.stat().st_blocks * 512 for file in folder.iterdir()) for folder in folders}

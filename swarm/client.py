@@ -23,7 +23,7 @@ from routing.candidates import Candidates
 from routing.constraints import Constraints
 from routing.cost import CLIENT, Costs, CostSettings
 from routing.crowding import crowd_penalties
-from routing.encoding import cheapest
+from routing.encoding import Wire
 from routing.errors import BadInput, DaemonFailed, NoRoute, SwarmError, TimedOut, Unreachable, WrongModel
 from routing.explain import Explanation, explain
 from routing.health import Health
@@ -37,7 +37,7 @@ from routing.view import Expired, RecordsSeen, View, apply, forgotten
 from swarm import manifest as manifests
 from swarm import native
 from swarm.checkpoint import Checkpoint
-from swarm.codec import encode_rows, encodings, lossless_codec
+from swarm.codec import encode_rows, encodings, int8_value_s, lossless_codec, name_of
 from swarm.compute import ComputeThread
 from swarm.discovery import Directory
 from swarm.families import Family, text_config
@@ -93,8 +93,14 @@ class SwarmClient:
         self.short_context = family.short_context(text_config(checkpoint.config))
         self.view = View({}, self.n_blocks)
         self.costs = Costs(CostSettings(hop_s=HOP_S))
-        row_bytes = text_config(checkpoint.config).hidden_size * config.dtype.itemsize
-        self._candidates = Candidates(self.n_blocks, self.costs, row_bytes=row_bytes)
+        exact, hidden = lossless_codec(config.dtype), text_config(checkpoint.config).hidden_size
+        self._codecs: dict[tuple[PeerId, PeerId], int] = {}  # chosen last, from one end to another
+        self._row_s: dict[PeerId, float] = {}  # of writing and reading one row in 8 bits, where it was measured
+        self.wire = Wire(
+            encodings=encodings(exact, hidden), present=self._codecs, row_s=self._row_s, results=name_of(exact)
+        )
+        row_bytes = self.wire.encodings[0].row_bytes
+        self._candidates = Candidates(self.n_blocks, self.costs, row_bytes=row_bytes, wire=self.wire)
         self._probes: Probes
         self.health = Health()
         self._dials = Dials()
@@ -104,7 +110,6 @@ class SwarmClient:
         self.sessions: dict[bytes, Session] = {}
         self.scope = 0  # part of all names: what was computed before a peer was found wrong is not shared after
         self.warm = WarmPrefixes()
-        self._codecs: dict[tuple[PeerId, PeerId], Codec] = {}  # chosen last, from one end to another
         self._trials = Trials()
         self._on_trial: dict[bytes, Trial] = {}
         self._trying: set[asyncio.Task[None]] = set()
@@ -166,7 +171,13 @@ class SwarmClient:
         await asyncio.wait([background.spawn(self.probe())], timeout=FIRST_PROBE_S)
         background.spawn(self._keep_fresh())
         background.spawn(self._tick())
-        background.spawn(native.prepare())
+        background.spawn(self._get_kernels())
+
+    async def _get_kernels(self) -> None:
+        """Native ones, and how fast hidden states are written with what there is; on no token's path."""
+        await native.prepare()
+        hidden = self.head.hidden_size
+        self._row_s[CLIENT] = hidden * await asyncio.to_thread(int8_value_s, hidden)
 
     async def _join_swarm(self, stack: AsyncExitStack, identity: Identity) -> StreamCarrier | None:
         """Sets the directory and its clock; returns what carries streams, if anything does. The seam for tests
@@ -214,9 +225,12 @@ class SwarmClient:
             self.costs.forget(peer_id)
             self.busy_until.pop(peer_id, None)
             self._goodbyes.pop(peer_id, None)
+            self._row_s.pop(peer_id, None)
         for record in map(self.view.records.__getitem__, self.view.changed & self.view.records.keys()):
             if record.place is not None:
                 self.costs.place(record.peer_id, record.place)
+            if record.int8_value_s:
+                self._row_s[record.peer_id] = self.head.hidden_size * record.int8_value_s
 
     async def look_again(self, *, pause_s: float) -> None:
         """Read the directory, after a pause, because a route is wanted and none was found."""
@@ -350,16 +364,12 @@ class SwarmClient:
     def choose_codec(self, source: PeerId, target: PeerId) -> Codec:
         """For hidden states from one end to another: what loses nothing, unless the way is known to be so slow that
         another pays."""
-        exact = lossless_codec(self.config.dtype)
-        if source == target:
-            return exact
         self.costs.advance(time.monotonic())
-        way, bytes_per_s = (source, target), self.costs.bandwidth(source, target)
-        if not bytes_per_s:
-            return exact
-        found = cheapest(encodings(exact, self.head.hidden_size), bytes_per_s, self._codecs.get(way))
-        self._codecs[way] = Codec(found.number)
-        return self._codecs[way]
+        bytes_per_s = self.costs.bandwidth(source, target)
+        found = self.wire.choose(source, target, bytes_per_s)
+        if bytes_per_s:
+            self._codecs[source, target] = found.number
+        return Codec(found.number)
 
     def learn(self, trace: StepTrace) -> None:
         """Every step brings its own timing."""

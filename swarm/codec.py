@@ -10,6 +10,8 @@ chunk, is the same bytes.
 
 from __future__ import annotations
 
+import time
+
 import torch
 import torch.nn.functional as F
 
@@ -24,12 +26,18 @@ GROUP, KEPT = 64, 8
 MOST_WIDTH = 1 << 16  # a channel is a u16
 TINY = torch.finfo(torch.float32).tiny
 ERRORS = {Codec.FP32: 0.0, Codec.BF16: 2e-5, Codec.INT8: 2.4e-4}  # mean KL of the next token, real hidden states
-INT8_VALUE_S = 5e-9  # writing and reading one value in 8 bits; the other two are copies
+INT8_VALUE_S = 5e-9  # writing and reading one value in 8 bits, where it was not measured; the other two are copies
+MEASURED_ROWS, MEASURED_RUNS = 16, 3
 
 
 def lossless_codec(dtype: torch.dtype) -> Codec:
     """The codec that carries a compute dtype exactly."""
     return Codec.BF16 if dtype is torch.bfloat16 else Codec.FP32
+
+
+def name_of(codec: Codec) -> str:
+    """For people."""
+    return codec.name.lower()
 
 
 def loses(codec: Codec, dtype: torch.dtype) -> bool:
@@ -45,10 +53,22 @@ def encodings(exact: Codec, hidden: int) -> list[Encoding]:
             row_bytes=row_bytes(codec, hidden),
             row_s=INT8_VALUE_S * hidden if codec is Codec.INT8 else 0.0,
             error=0.0 if codec is exact else ERRORS[codec],
+            name=name_of(codec),
         )
         for codec in ERRORS
         if codec >= exact
     ]
+
+
+def int8_value_s(hidden: int) -> float:
+    """What writing and reading one value in 8 bits takes here, in seconds, measured on a chunk of rows so wide. Takes
+    some milliseconds, without the kernels a hundred times as many."""
+    rows, runs = torch.randn(MEASURED_ROWS, hidden, generator=torch.Generator().manual_seed(0)), []
+    for _ in range(MEASURED_RUNS):
+        begun = time.perf_counter()
+        decode_rows(encode_rows(rows, Codec.INT8), Codec.INT8, hidden)
+        runs.append(time.perf_counter() - begun)
+    return min(runs) / rows.numel()
 
 
 def row_bytes(codec: Codec, hidden: int) -> int:

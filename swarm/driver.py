@@ -188,6 +188,10 @@ class Driver:
         """The codec that loses most of those that anything went through."""
         return max((self.config.codec, *self.codecs.values()))
 
+    def codec_into(self, block: int) -> Codec:
+        """Of what comes into a block that begins a hop; for the block after the last, of results."""
+        return self.codecs.get(block, self.config.codec)
+
     def held_names(self) -> bytes:
         """Of what all seats of the route hold."""
         return self.names.slice(0, self.done_to)
@@ -270,7 +274,7 @@ class Driver:
                 tuple((peer, tuple(addresses.get(peer, ()))) for peer in (ready[index] if ready else ())),
                 lazy=index >= len(route) and hop in self.lazy,
                 pulls=index >= len(route) and hop in pulls,
-                codec=self.codecs.get(hop.exit, self.config.codec),
+                codec=self.codec_into(hop.exit),
             )
 
         places = [place(index, hop) for index, hop in enumerate((*route, *standby))]

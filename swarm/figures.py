@@ -31,6 +31,8 @@ def hop_times(route: Route, traces: Sequence[StepTrace]) -> tuple[HopTimes, ...]
             network_s=median(step[index].network_s for step in steps),
             queue_s=median(step[index].queue_s for step in steps),
             compute_s=median(step[index].compute_s for step in steps),
+            wire_in=steps[-1][index].wire_in,
+            wire_out=steps[-1][index].wire_out,
         )
         for index in range(len(route))
     )
@@ -49,7 +51,13 @@ def longest_wait(times_s: Sequence[float]) -> float:
 def route_facts(hops: Sequence[HopTimes]) -> list[dict[str, Any]]:
     """A route for JSON; `ms` is the hop's share of a token, null if not known."""
     return [
-        {"peer": times.hop.peer_id, "blocks": f"{times.hop.entry}:{times.hop.exit}", "ms": _ms(times.total_s)}
+        {
+            "peer": times.hop.peer_id,
+            "blocks": f"{times.hop.entry}:{times.hop.exit}",
+            "ms": _ms(times.total_s),
+            "wire_in": times.wire_in or None,
+            "wire_out": times.wire_out or None,
+        }
         for times in hops
     ]
 

@@ -428,6 +428,7 @@ class Healing:
             constraints=self.config.constraints,
             objective=self.config.objective,
             row_bytes=self.driver.config.row_bytes(self.driver.config.codec),
+            wire=self.session.wire,
         )
 
     async def _settle_edges(self) -> None:

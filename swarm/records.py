@@ -51,6 +51,7 @@ class _Value(msgspec.Struct, array_like=True, frozen=True):
     place: Annotated[tuple[int, ...], msgspec.Meta(max_length=16)] = ()  # three axes, height (us), error (1/1000)
     dtype: _Count = 0  # see DTYPES
     region: str = ""
+    int8_ps: _Count = 0
 
 
 class _Signed(msgspec.Struct, array_like=True, frozen=True):
@@ -79,8 +80,8 @@ def leases_key(swarm_id: bytes) -> str:
 def encode_record(record: PeerRecord, *, identity: Identity, swarm_id: bytes, key: str) -> bytes:
     """`record` as signed bytes for the entry (`key`, the signer's peer id). Raises BadInput.
 
-    Speeds are kept to the nanosecond, the queue to the microsecond. The record must be the signer's own, with
-    its sequence number and expiry set.
+    Speeds are kept to the nanosecond, that of the codec to the picosecond, the queue to the microsecond. The record
+    must be the signer's own, with its sequence number and expiry set.
     """
     if record.peer_id != identity.peer_id:
         raise BadInput(f"{identity.peer_id} cannot sign a record of {record.peer_id}")
@@ -101,6 +102,7 @@ def encode_record(record: PeerRecord, *, identity: Identity, swarm_id: bytes, ke
         place=_pack_place(record.place),
         dtype=next((number for number, name in DTYPES.items() if name == record.dtype), 0),
         region=record.region,
+        int8_ps=_scaled(record.int8_value_s, 1e12),
     )
     value = _encode(claims)
     if len(value) > VALUE_BYTES:  # the rest matters more
@@ -256,6 +258,7 @@ def _record(signed: _Signed, peer_id: PeerId) -> PeerRecord:
             place=_unpack_place(value.place),
             dtype=DTYPES.get(value.dtype, ""),
             region=_unpack_region(value.region),
+            int8_value_s=value.int8_ps / 1e12,
         )
     except (msgspec.MsgspecError, BadInput, UnicodeDecodeError) as error:
         raise ProtocolError(f"a damaged record of {peer_id}: {error}") from None

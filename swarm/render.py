@@ -7,6 +7,7 @@ panel). Text from outside is never taken for markup. Times come in seconds and a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -21,7 +22,7 @@ from rich.text import Text
 from routing.condition import Condition, Judgement
 from routing.errors import SwarmError
 from routing.explain import Explanation
-from routing.planner import Plan
+from routing.planner import HopCost, Plan
 from routing.types import Hop, PeerId, PeerRecord, PeerState, Span
 from swarm.terminal import harmless
 
@@ -59,12 +60,15 @@ class PeerRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HopTimes:
-    """One hop of a route and its share of a token, in seconds. None: not known."""
+    """One hop of a route and its share of a token, in seconds. None: not known. `wire_in`, `wire_out`: the codecs of
+    hidden states that come to it and go on from it; empty: not known."""
 
     hop: Hop
     network_s: float | None = None
     queue_s: float | None = None
     compute_s: float | None = None
+    wire_in: str = ""
+    wire_out: str = ""
 
     @property
     def total_s(self) -> float | None:
@@ -96,6 +100,21 @@ def milliseconds(seconds: float | None) -> str:
         return NOTHING
     value = seconds * 1e3
     return f"{value:.2f}" if value < 1 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def wire_lines(hops: Sequence[HopTimes | HopCost]) -> Iterator[Text]:
+    """What hidden states are written in: most of a route's ways, then where it is something else. A line, or none if it
+    is not known."""
+    ways = [(hop.wire_in, f"to {short_id(hop.hop.peer_id)}") for hop in hops]
+    ways += [(hop.wire_out, "back") for hop in hops[-1:]]
+    if ways and all(codec for codec, _ in ways):
+        ((usual, _),) = Counter(codec for codec, _ in ways).most_common(1)
+        others: dict[str, list[str]] = {}
+        for codec, where in ways:
+            if codec != usual:
+                others.setdefault(codec, []).append(where)
+        parts = [f"{', '.join(places)} in {codec}" for codec, places in others.items()]
+        yield Text("; ".join([f"hidden states go in {usual}", *parts]))
 
 
 def _table(title: str = "") -> Table:
@@ -225,18 +244,19 @@ def route_table(hops: Sequence[HopTimes], title: str = "") -> RenderableType:
         table.add_section()
         columns = zip(*((h.network_s, h.queue_s, h.compute_s, h.total_s) for h in hops), strict=True)
         table.add_row("", "all", "", *(milliseconds(_sum(column)) for column in columns), style="bold")
-    return table
+    return Group(table, *wire_lines(hops))
 
 
 def explanation_tables(explanation: Explanation) -> RenderableType:
     """The route and the runner-up, term by term, and who was left out."""
     chosen, runner_up = explanation.chosen, explanation.runner_up
-    parts: list[RenderableType] = [_plan_table(chosen, "the route", explanation.estimated)]
+    parts: list[RenderableType] = [_plan_table(chosen, "the route", explanation.estimated), *wire_lines(chosen.terms)]
     if runner_up is None:
         parts.append(Text("No other route: each of its peers is needed."))
     else:
         more = f"{runner_up.cost_s / max(chosen.cost_s, 1e-9) - 1:+.0%}"
-        parts.append(_plan_table(runner_up, f"the runner-up ({more})", explanation.estimated))
+        parts += [_plan_table(runner_up, f"the runner-up ({more})", explanation.estimated)]
+        parts += wire_lines(runner_up.terms)
     if explanation.estimated:
         parts.append(Text("~  a way that nobody measured yet, estimated", style="dim"))
     for plan, name in ((chosen, "the route"), (runner_up, "the runner-up")):

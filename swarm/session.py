@@ -9,15 +9,16 @@ import asyncio
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from routing.constraints import Constraints
+from routing.encoding import Wire
 from routing.errors import BadInput, ProtocolError, SessionError
 from routing.types import Hop, Objective, PeerId, Route
-from swarm.codec import COMPUTE_DTYPES, decode_rows, lossless_codec, row_bytes
+from swarm.codec import COMPUTE_DTYPES, decode_rows, encodings, lossless_codec, name_of, row_bytes
 from swarm.driver import (
     Driver,
     DriverConfig,
@@ -45,7 +46,8 @@ RESUMED_EPOCHS = 1 << 16  # above whatever the process before opened after it wa
 class HopTrace:
     """What one hop took of a step, in seconds. `network_s` is the way to it; the last hop's has the way back too.
     `from_peer_s` is of that the way from the hop before, as that peer measured it; 0: not known, or the first hop.
-    `next_bytes_s`: bytes a second from it to the next hop, of late; 0: not known."""
+    `next_bytes_s`: bytes a second from it to the next hop, of late; 0: not known. `wire_in`, `wire_out`: the codecs of
+    the hidden states that come to it and go on from it, by name; empty: not known."""
 
     hop: Hop
     queue_s: float
@@ -53,6 +55,8 @@ class HopTrace:
     network_s: float
     from_peer_s: float = 0.0
     next_bytes_s: float = 0.0
+    wire_in: str = ""
+    wire_out: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +159,14 @@ class Session:
     def _may_lose(self) -> bool:
         """Whether hidden states may come out of the wire otherwise than they went in."""
         return self.config.wire in ("auto", "int8")
+
+    @property
+    def wire(self) -> Wire:
+        """What its hidden states may be written in."""
+        every = encodings(self._codec, self.client.head.hidden_size)
+        allowed = {"auto": every, "int8": every[-1:]}.get(self.config.wire, every[:1])
+        results = name_of(self._codec)
+        return replace(self.client.wire, encodings=allowed, results=results, settled=self.driver.codecs)
 
     def _chain(self, long: bool) -> NameChain:
         """What must not be shared has another root: other codecs, what may have lost something on the wire, what was
@@ -309,7 +321,7 @@ class Session:
         self.healing.step_ended()
         hidden = output.rows[0] if len(output.rows) == 1 else torch.cat(output.rows)
         if self.driver.route is not None:
-            trace = _trace(self.driver.route, output, self.sent_at, now, self._sent_tokens, self.driver.epoch)
+            trace = _trace(self.driver, self.driver.route, output, self.sent_at, now, self._sent_tokens)
             self.traces.append(trace)
             self.client.learn(trace)
             if trace.tokens == 1:
@@ -333,9 +345,7 @@ class Session:
         return rows if bool(torch.isfinite(rows).all()) else None
 
 
-def _trace(
-    route: Route, output: Output, sent: float, now: float, tokens: int, epoch: int
-) -> StepTrace:
+def _trace(driver: Driver, route: Route, output: Output, sent: float, now: float, tokens: int) -> StepTrace:
     """The way to the first hop and back from the last is what remains of the whole."""
     hops, timings = [], output.timings
     between = [timing.rtt_next_us / 2e6 for timing in timings]
@@ -353,7 +363,10 @@ def _trace(
                 network_s=network,
                 from_peer_s=between[index - 1] if index else 0.0,
                 next_bytes_s=timing.next_bytes_s,
+                wire_in=name_of(driver.codec_into(hop.entry)),
+                wire_out=name_of(driver.codec_into(hop.exit)),
             )
         )
-    total_s, computed = now - sent, output.computed
-    return StepTrace(at_s=sent, total_s=total_s, tokens=tokens, epoch=epoch, hops=tuple(hops), computed=computed)
+    return StepTrace(
+        at_s=sent, total_s=now - sent, tokens=tokens, epoch=driver.epoch, hops=tuple(hops), computed=output.computed
+    )

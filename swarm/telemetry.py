@@ -102,6 +102,8 @@ def _hop_spans(spans: _Spans, trace: StepTrace, times: TokenTime, inside: Contex
             "swarm.queue_s": hop.queue_s,
             "swarm.compute_s": hop.compute_s,
         }
+        if hop.wire_in:
+            attributes |= {"swarm.wire_in": hop.wire_in, "swarm.wire_out": hop.wire_out}
         if not times.disturbed:  # else nobody knows
             attributes["swarm.network_s"] = hop.network_s
         if own := found.get(hop.hop):

@@ -143,6 +143,8 @@ def _hop_facts(hop: HopTrace, *, disturbed: bool) -> dict[str, Any]:
         "network_ms": None if disturbed else _ms(hop.network_s),
         "queue_ms": _ms(hop.queue_s),
         "compute_ms": _ms(hop.compute_s),
+        "wire_in": hop.wire_in or None,
+        "wire_out": hop.wire_out or None,
     }
 
 

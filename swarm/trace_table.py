@@ -20,7 +20,7 @@ from rich.text import Text
 
 from routing.types import Route
 from swarm.figures import hop_times
-from swarm.render import HopTimes, milliseconds, short_id
+from swarm.render import HopTimes, milliseconds, short_id, wire_lines
 from swarm.timeline import TokenTime, token_times, way_back
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ def trace_table(
     route = Route(tuple(hop for hop, _ in times[-1].hops))
     usual = [time for time in times if tuple(hop for hop, _ in time.hops) == route.hops]
     client_s = median(time.client_s for time in usual)
-    client = Row(("client", *[""] * 4, milliseconds(client_s)), (("client", client_s),))
-    rows = [*_hop_rows(hop_times(route, traces)), client]
+    hops = hop_times(route, traces)
+    rows = [*_hop_rows(hops), Row(("client", *[""] * 4, milliseconds(client_s)), (("client", client_s),))]
     title = f"One token, hop by hop: medians of {_tokens(len(usual))} on the last route, ms"
     worst = sorted(times, key=lambda time: time.total_s, reverse=True)[:slowest]
     middle = milliseconds(median(time.total_s for time in times))
@@ -103,7 +103,8 @@ def trace_table(
     for time in worst:
         where = ", ".join(f"{name} {milliseconds(s)}" for name, s in _largest(traces[time.number - 1], time))
         slow.add_row(str(time.number), milliseconds(time.total_s), Text(where))
-    return Group(Waterfall(tuple(rows), title), slow) if worst else Waterfall(tuple(rows), title)
+    parts: list[RenderableType] = [Waterfall(tuple(rows), title), *wire_lines(hops)]
+    return Group(*parts, slow) if worst else Group(*parts)
 
 
 def _tokens(count: int) -> str:

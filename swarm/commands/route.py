@@ -7,6 +7,7 @@ from typing import Any
 
 from routing.constraints import Constraints
 from routing.cost import CLIENT, Costs, CostSettings
+from routing.encoding import Encoding, Wire
 from routing.errors import BadInput
 from routing.explain import Explanation, explain
 from routing.planner import Plan
@@ -14,6 +15,7 @@ from routing.request import Request
 from routing.types import Hop, Objective
 from routing.view import RecordsSeen, View, apply
 from swarm.client import HOP_S
+from swarm.codec import COMPUTE_DTYPES, lossless_codec, name_of
 from swarm.joincode import JoinCode
 from swarm.records import DTYPES
 from swarm.render import HopTimes, explanation_tables, route_table
@@ -43,7 +45,7 @@ def explained(
     snapshot: Snapshot, constraints: Constraints = EVERYBODY, objective: Objective = Objective.LATENCY
 ) -> Explanation:
     """Of what each peer says of its speed, and the round trips measured from here. How many bytes a row has is not
-    known: transfers cost nothing. Raises NoRoute."""
+    known: transfers cost nothing. Nor is any bandwidth: hidden states go as they are. Raises NoRoute."""
     costs = Costs(CostSettings(hop_s=HOP_S))
     silent = {}
     for peer in snapshot.peers:
@@ -53,13 +55,16 @@ def explained(
             costs.observe_rtt(CLIENT, peer.record.peer_id, peer.rtt_s)
     n_blocks = snapshot.about.n_blocks
     view = apply(View({}, n_blocks), RecordsSeen([peer.record for peer in snapshot.peers]))
-    request = Request(n_blocks=n_blocks, constraints=constraints, objective=objective)
+    exact = name_of(lossless_codec(COMPUTE_DTYPES[constraints.exact or "float32"]))
+    wire = Wire(encodings=(Encoding(0, row_bytes=0, name=exact),), results=exact)
+    request = Request(n_blocks=n_blocks, constraints=constraints, objective=objective, wire=wire)
     return explain(view, costs, request, 0.0, without=silent)
 
 
 def _times(plan: Plan, index: int) -> HopTimes:
     term = plan.terms[index]
-    return HopTimes(hop=term.hop, network_s=term.network_s, queue_s=term.queue_s, compute_s=term.compute_s)
+    parts = {"network_s": term.network_s, "queue_s": term.queue_s, "compute_s": term.compute_s}
+    return HopTimes(hop=term.hop, **parts, wire_in=term.wire_in, wire_out=term.wire_out)
 
 
 def _facts(explanation: Explanation) -> dict[str, Any]:
@@ -81,7 +86,9 @@ def _plan_facts(plan: Plan, estimated: frozenset[Hop]) -> dict[str, Any]:
             for name, value in asdict(term).items() if name.endswith("_s")
         }  # fmt: skip
         blocks = f"{term.hop.entry}:{term.hop.exit}"
-        hops.append({"peer": term.hop.peer_id, "blocks": blocks, **times, "estimated": term.hop in estimated})
+        wire = {"wire_in": term.wire_in or None, "wire_out": term.wire_out or None}
+        facts = {"peer": term.hop.peer_id, "blocks": blocks, **times, **wire, "estimated": term.hop in estimated}
+        hops.append(facts)
     return {
         "ms": round(plan.cost_s * 1e3, 3),
         "rows_per_s": round(plan.rows_per_s, 1) or None,

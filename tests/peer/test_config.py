@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import NoReturn
+
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from peer import __main__ as command
+from peer import borrowed
 from peer.config import PeerConfig
 from peer.sizes import parse_size
-from routing.errors import BadInput, NoSuchDevice
+from routing.errors import BadInput, ModelNotFound, NoSuchDevice, Unreachable
+from swarm.identity import Identity
+from swarm.joincode import JoinCode
+from swarm.manifest import Manifest
 
 
 def test_a_region_that_nobody_could_ask_for_is_refused() -> None:
@@ -27,6 +38,54 @@ def test_sizes_are_written_with_a_suffix(text: str, size: int) -> None:
 def test_what_is_no_size_is_refused_by_name(text: str) -> None:
     with pytest.raises(BadInput, match="is not a size"):
         parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "limit"),
+    [([], {}, 64 << 30), ([], {"SWARM_MODEL_CACHE": "3G"}, 3 << 30),
+     (["--model-cache", "900M"], {"SWARM_MODEL_CACHE": "3G"}, 900 << 20), (["--model-cache", "0"], {}, 0)],
+)  # fmt: skip
+def test_models_from_others_take_what_the_owner_allows(
+    options: list[str], environment: dict[str, str], limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[PeerConfig] = []
+
+    async def serve(config: PeerConfig, *_: object) -> None:
+        told.append(config)
+
+    monkeypatch.setattr(command, "_serve", serve)
+    monkeypatch.setattr(command, "run", asyncio.run)
+    for name in ("setup_logging", "_import"):
+        monkeypatch.setattr(command, name, lambda *_: None)
+    monkeypatch.delenv("SWARM_MODEL_CACHE", raising=False)
+    result = CliRunner().invoke(command.app, ["m", *options], env=environment)
+    assert result.exit_code == 0 and [config.model_cache_bytes for config in told] == [limit]
+
+
+class Nobody:
+    """The swarm's network as who is alone finds it."""
+
+    peer_id = "me"
+
+    async def open(self, peer_id: str, protocol: str, timeout_s: float) -> NoReturn:
+        raise Unreachable(f"{peer_id} is not there")
+
+
+async def test_before_a_model_is_borrowed_others_make_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(borrowed, "default_cache_dir", lambda: tmp_path)
+    founder = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.generate().peer_id}"
+    join, manifest = JoinCode(bootstrap=(founder,), fingerprint=bytes(32)), Manifest(config_hash=b"", tensors={})
+    for limit, left in ((1 << 20, True), (1000, False)):
+        old = tmp_path / "models" / "old"
+        old.mkdir(parents=True, exist_ok=True)
+        (old / "weights").write_bytes(bytes(100_000))
+        absent = borrowed.Borrowed(Nobody(), join, manifest, ModelNotFound("no"), limit)
+        async with AsyncExitStack() as stack:
+            with pytest.raises(ModelNotFound):
+                await absent.open_model(stack)
+        assert old.exists() == left
 
 
 def test_the_best_device_that_is_here_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,8 @@ class Stopwatch:
 
     def __call__(self, blocks: Blocks) -> Speed:
         self.runs += 1
-        return Speed(decode=dict.fromkeys(DECODE_ROWS, 0.001 * self.runs), prefill=dict.fromkeys(PREFILL_TOKENS, 0.01))
+        decode, prefill = dict.fromkeys(DECODE_ROWS, 0.001 * self.runs), dict.fromkeys(PREFILL_TOKENS, 0.01)
+        return Speed(decode=decode, prefill=prefill, int8_value_s=5e-9)
 
 
 @pytest.fixture
@@ -50,7 +51,8 @@ def test_the_same_setting_is_measured_once(blocks: Blocks, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "what", ["processor", "threads", "torch", "package", "kernels", "model", "blocks", "bytes", "dtype", "device"]
+    "what",
+    ["processor", "threads", "torch", "package", "kernels", "model", "blocks", "hidden", "bytes", "dtype", "device"],
 )
 def test_whatever_changes_it_is_measured_again(blocks: Blocks, tmp_path: Path, what: str) -> None:
     watch, kept, setting = Stopwatch(), tmp_path / "measured", setting_of(blocks, SWARM, "float32")

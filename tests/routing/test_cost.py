@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from routing.coordinates import Coordinate
 from routing.cost import CLIENT, LONGEST_S, Costs, CostSettings
+from routing.encoding import Encoding, Wire
 from routing.errors import BadInput
 from routing.types import PeerRecord, Span
 
@@ -62,6 +63,14 @@ def test_transfer_is_charged_in_its_own_direction():
     assert costs.transfer_s("b", "a", 50) == pytest.approx(0.05)
     assert costs.transfer_s("a", "b", 0) == costs.transfer_s("a", "a", 50) == 0.0
     assert costs.transfer_s("a", "b", 10**12) == LONGEST_S
+
+
+def test_a_slow_way_fades_by_the_seconds_that_it_takes():
+    costs = Costs(CostSettings(link_half_life_s=100.0, bandwidth=1e6))
+    costs.observe_bandwidth("a", "b", 1e3)
+    for now, seconds in ((0.0, 1.0), (1.0, 0.993), (100.0, 0.5005), (1e6, 0.001)):
+        costs.advance(now)
+        assert costs.transfer_s("a", "b", 1000) == pytest.approx(seconds, abs=1e-3)
 
 
 def test_a_new_measurement_moves_the_mean_by_its_weight():
@@ -207,7 +216,9 @@ def test_many_links_at_one_moment_cost_what_each_costs() -> None:
         a, b = rng.sample(ends, 2)
         costs.observe_bandwidth(a, b, rng.uniform(1e5, 1e8))
     costs.advance(100.0)
-    for nbytes in (0, 2000, 10**13):
-        price = costs.between(ends, nbytes)
+    wire = Wire(encodings=(Encoding(0, 2304), Encoding(1, 648, 4e-6, 2.4e-4)), settled={3: 1})
+    for rows, written, block in ((0, wire, None), (2, wire, None), (2, wire, 3), (10**13, wire, 0)):
+        price = costs.between(ends, rows, written, block)
         for (i, a), (j, b) in permutations(enumerate(ends), 2):
-            assert price(i, j) == costs.link_s(a, b) + costs.transfer_s(a, b, nbytes), (a, b, nbytes)
+            each = costs.link_s(a, b) + costs.rows_s(a, b, rows, written, block=block)
+            assert price(i, j) == pytest.approx(each, rel=1e-12), (a, b, rows, block)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from routing.cost import CLIENT, Costs, CostSettings
-from routing.encoding import HYSTERESIS, Encoding, cheapest
+from routing.encoding import HYSTERESIS, Encoding, Wire, cheapest
 
 FP32, BF16, INT8 = Encoding(1, 2304, 0.0, 0.0), Encoding(2, 1152, 0.0, 2e-5), Encoding(3, 626, 3e-6, 2.4e-4)
 THREE = (FP32, BF16, INT8)
@@ -47,6 +49,25 @@ def test_the_present_one_stays_unless_another_is_clearly_cheaper(rate: float, pr
 def test_noise_makes_nobody_change_to_and_fro(rate: float, noise: float) -> None:
     found = cheapest(THREE, rate)
     assert cheapest(THREE, rate, cheapest(THREE, noise * rate, found.number).number) is found
+
+
+def test_what_a_session_has_settled_goes_before_what_a_way_was_given() -> None:
+    wire = Wire(encodings=THREE, present={("a", "b"): 3}, settled={4: 1})
+    rate = 60 * MBIT  # 8 bits are a little dearer there, too little to change
+    assert wire.choose("a", "b", rate).number == 3 != wire.choose("b", "a", rate).number
+    assert wire.choose("a", "b", rate, block=4).number == 1
+    assert wire.choose("a", "b", rate, block=5).number == 3
+    assert Wire(encodings=(BF16, INT8), settled={4: 1}).choose("a", "b", MBIT, block=4) is INT8, "it cannot be had"
+
+
+def test_who_writes_or_reads_8_bits_slowly_is_sent_them_on_slower_ways_alone() -> None:
+    slow_s = 400e-6  # a row, both
+    wire = Wire(encodings=(FP32, INT8), row_s={"a": slow_s, "b": slow_s})
+    rate = 45 * MBIT
+    assert wire.choose("x", "y", rate) is INT8
+    assert wire.choose("a", "b", rate) is FP32 and wire.choose("a", "b", 10 * MBIT).row_s == slow_s
+    assert wire.choose("x", "b", 10 * MBIT).row_s == (slow_s + INT8.row_s) / 2
+    assert replace(wire, settled={4: 3}).choose("a", "b", rate, block=4).row_s == slow_s
 
 
 def test_a_bandwidth_is_known_only_where_it_was_measured_not_too_long_ago() -> None:

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from routing.cost import CLIENT, Costs
+from routing.encoding import Encoding, Wire
 from routing.errors import NoRoute
 from routing.explain import explain
 from routing.planner import plan, route_cost
@@ -39,6 +40,21 @@ def test_the_runner_up_is_the_best_of_all_others(seed: int) -> None:
     else:
         assert found.runner_up is not None and found.runner_up.cost_s == min(others) >= found.chosen.cost_s
         assert f"runner-up, {1e3 * (min(others) - found.chosen.cost_s):.1f} ms more" in str(found)
+
+
+def test_each_hop_says_what_hidden_states_are_written_in() -> None:
+    view, costs = crowd(30, BLOCKS, 6)
+    route = plan(view, costs, REQUEST, 0.0).route
+    assert len(route) > 1
+    costs.observe_bandwidth(CLIENT, route[0].peer_id, 1e4)
+    encodings = Encoding(1, 2000, name="fp32"), Encoding(3, 540, error=2.4e-4, name="int8")
+    request = replace(REQUEST, row_bytes=2000, wire=Wire(encodings=encodings, results="fp32"))
+    found = explain(view, costs, request, 0.0, route=route)
+    written = [(term.wire_in, term.wire_out) for term in found.chosen.terms]
+    assert written == [("int8", "fp32"), *[("fp32", "fp32")] * (len(route) - 1)]
+    lines = found.chosen.explain().splitlines()[1:]
+    assert lines[0].endswith("; int8>fp32") and all(line.endswith("; fp32") for line in lines[1:])
+    assert ";" not in explain(view, costs, REQUEST, 0.0, route=route).chosen.explain()
 
 
 def test_a_route_in_use_is_priced_as_it_is_now() -> None:

@@ -16,7 +16,19 @@ from routing.planner import plan, route_cost
 from routing.request import CHUNK, Request, edges
 from routing.types import Objective, Route
 from routing.view import View
-from tests.routing.test_planner import NOW, allowed, as_route, near, price, problems, record, route, times, view_of
+from tests.routing.test_planner import (
+    NOW,
+    allowed,
+    as_route,
+    near,
+    price,
+    problems,
+    record,
+    route,
+    sending_s,
+    times,
+    view_of,
+)
 
 
 def slowest(chain: Route, view: View, costs: Costs, request: Request) -> float:
@@ -28,8 +40,10 @@ def slowest(chain: Route, view: View, costs: Costs, request: Request) -> float:
         busy[hop.peer_id] += (hop.exit - hop.entry) * costs.block_s(each, 64)
         if hop.peer_id not in request.held:
             busy[hop.peer_id] += request.context * (hop.exit - hop.entry) * costs.block_s(each, 64) / 64 / 64
-    ways = (costs.transfer_s(a, b, 64 * request.row_bytes) for a, b in edges(chain))
-    return round(max(*busy.values(), *ways), 9)
+    ends = [CLIENT, *(hop.peer_id for hop in chain)]
+    ways = (sending_s(costs, request, 64, end, hop) for end, hop in zip(ends, chain, strict=False))
+    back = costs.transfer_s(ends[-1], CLIENT, 64 * request.row_bytes)
+    return round(max(*busy.values(), *ways, back), 9)
 
 
 @st.composite

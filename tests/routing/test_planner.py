@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 
 from routing.constraints import Constraints
 from routing.cost import CLIENT, Costs
+from routing.encoding import Encoding, Wire
+from routing.encoding import cheapest as cheapest_of
 from routing.errors import BadInput, NoRoute
 from routing.planner import Plan, Split, plan, route_cost, split_plan
 from routing.request import Request
-from routing.types import Hop, PeerRecord, PeerState, Route, Span
+from routing.types import Hop, Objective, PeerRecord, PeerState, Route, Span
 from routing.view import View
 
 NOW = 10.0
@@ -80,6 +83,17 @@ def allowed(view: View, request: Request) -> list[list[str]]:
     return result
 
 
+def sending_s(costs: Costs, request: Request, rows: int, before: str, hop: Hop) -> float:
+    """So many rows from one peer to another one."""
+    if request.wire is None or before == hop.peer_id:
+        return costs.transfer_s(before, hop.peer_id, rows * request.row_bytes)
+    number = request.wire.settled.get(hop.entry)
+    if number is None:
+        number = cheapest_of(request.wire.encodings, costs.bandwidth(before, hop.peer_id)).number
+    encoding = next(each for each in request.wire.encodings if each.number == number)
+    return costs.transfer_s(before, hop.peer_id, rows * encoding.row_bytes) + rows * encoding.row_s
+
+
 def price(chain: Route, view: View, costs: Costs, request: Request) -> tuple[int, float]:
     """(uses of avoided things, seconds): what a plan has to be least in."""
     faults, seconds, before = 0, 0.0, CLIENT
@@ -87,7 +101,7 @@ def price(chain: Route, view: View, costs: Costs, request: Request) -> tuple[int
         its_record = view.records[hop.peer_id]
         faults += (hop.peer_id in request.avoid_peers) + 4 * ((before, hop.peer_id) in request.avoid_edges)
         seconds += costs.link_s(before, hop.peer_id)
-        seconds += costs.transfer_s(before, hop.peer_id, request.tokens * request.row_bytes)
+        seconds += sending_s(costs, request, request.tokens, before, hop)
         seconds += costs.queue_s(its_record) + request.penalties.get(hop.peer_id, 0.0)
         seconds += sum(costs.block_s(its_record, request.tokens) for _ in range(hop.entry, hop.exit))
         if hop.peer_id not in request.held:
@@ -153,6 +167,10 @@ constraints = st.just(Constraints()) | st.builds(
 )  # fmt: skip
 
 
+THREE = Encoding(1, 2000), Encoding(2, 1000, error=2e-5), Encoding(3, 540, 3e-4, 2.4e-4)  # as fp32, bf16 and 8 bits
+wires = st.none() | st.sampled_from([{}, {0: 1}, {0: 3}]).map(lambda settled: Wire(encodings=THREE, settled=settled))
+
+
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[View, Costs, Request]:
     view, costs = draw(swarms(draw(st.sampled_from([[PeerState.SERVING], list(PeerState)]))))
@@ -168,7 +186,8 @@ def problems(draw: st.DrawFn) -> tuple[View, Costs, Request]:
     request = Request(
         n_blocks=view.n_blocks,
         tokens=draw(st.sampled_from([1, 7])),
-        row_bytes=draw(st.sampled_from([0, 2000])),
+        row_bytes=2000 if (wire := draw(wires)) else draw(st.sampled_from([0, 2000])),
+        wire=wire,
         avoid_peers=draw(st.frozensets(st.sampled_from(NAMES), max_size=3)),
         avoid_edges=draw(st.frozensets(st.tuples(ends, ends), max_size=6)),
         penalties=draw(st.dictionaries(st.sampled_from(NAMES), times)),
@@ -250,6 +269,58 @@ def test_rows_are_sent_forth_and_one_comes_back():
     view = view_of(1, record("a", "0:1"))
     term = route_cost(route("a 0:1"), view, costs, Request(n_blocks=1, tokens=50, row_bytes=10)).terms[0]
     assert term.network_s == pytest.approx(0.5 + 0.1)
+
+
+def test_rows_are_priced_in_what_a_way_would_be_given():
+    costs = near(CLIENT, "a", "b", rtt_s=0.0)
+    for way in ((CLIENT, "a"), ("a", "b"), ("b", CLIENT)):
+        costs.observe_bandwidth(*way, 1e5)
+    view, chain = view_of(2, record("a", "0:1"), record("b", "1:2")), route("a 0:1", "b 1:2")
+
+    def networks(**settings) -> list[float]:
+        request = Request(n_blocks=2, tokens=50, row_bytes=2000, **settings)
+        return [term.network_s for term in route_cost(chain, view, costs, request).terms]
+
+    exact, short = 50 * 2000 / 1e5, 50 * (540 / 1e5 + 3e-4)
+    back = 2000 / 1e5
+    assert networks() == pytest.approx([exact, exact + back])
+    assert networks(wire=Wire(encodings=THREE)) == pytest.approx([short, short + back]), "one row comes back as it is"
+    begun = Wire(encodings=THREE, settled={1: 1})
+    assert networks(wire=begun) == pytest.approx([short, exact + back]), "a session goes on as it began"
+    only = Wire(encodings=THREE[2:])
+    costs.forget("a")
+    near(CLIENT, "a", "b", rtt_s=0.0, costs=costs)
+    assert networks(wire=only) == pytest.approx([50 * (540 / 125e6 + 3e-4)] * 2, abs=back + 1e-9), "also unmeasured"
+
+
+@pytest.mark.parametrize("objective", [Objective.LATENCY, Objective.THROUGHPUT])
+@pytest.mark.parametrize("slow", [(CLIENT, "near"), ("first", "near")], ids=["the client's uplink", "a peer's uplink"])
+def test_a_slow_way_that_8_bits_relieve_is_not_avoided_as_if_it_carried_fp32(slow, objective):
+    """A prompt of 100 positions: 2 s over 100 kB/s as they are, 0.57 s in 8 bits; who is elsewhere takes a second."""
+    first = [] if slow[0] == CLIENT else [record("first", "0:2", prefill_s=1e-5)]
+    begin = 2 * len(first)
+    view = view_of(
+        4,
+        *first,
+        record("near", f"{begin}:4", prefill_s=1e-5),
+        record("elsewhere", f"{begin}:4", prefill_s=1.0 / 100 / (4 - begin)),
+    )
+    costs = near(CLIENT, "first", "near", "elsewhere")
+    costs.observe_bandwidth(*slow, 1e5)
+    request = Request(n_blocks=4, tokens=100, row_bytes=2000, objective=objective)
+    assert "elsewhere" in plan(view, costs, request, NOW).route.peers
+    relieved = replace(request, wire=Wire(encodings=THREE))
+    assert "near" in plan(view, costs, relieved, NOW).route.peers
+
+
+def test_what_comes_into_the_first_block_goes_on_as_the_session_began():
+    view = view_of(1, record("near", "0:1"), record("elsewhere", "0:1", decode_s=0.025))
+    costs = near(CLIENT, "near", "elsewhere")
+    costs.observe_bandwidth(CLIENT, "near", 1e5)
+    request = Request(n_blocks=1, row_bytes=2000)
+    for settled, best in (({}, "near"), ({0: 3}, "near"), ({0: 1}, "elsewhere")):
+        found = plan(view, costs, replace(request, wire=Wire(encodings=THREE, settled=settled)), NOW)
+        assert found.route.peers == {best}, settled
 
 
 def test_the_cost_of_a_route_with_a_peer_nobody_knows():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from routing.errors import BadInput, ProtocolError
 from swarm import codec, native
-from swarm.codec import GROUP, KEPT, TINY, decode_rows, encode_rows, encodings, loses, row_bytes
+from swarm.codec import GROUP, KEPT, TINY, decode_rows, encode_rows, encodings, int8_value_s, loses, row_bytes
 from swarm.frames import Codec
 
 VECTORS = json.loads((Path(__file__).parents[2] / "docs" / "wire-vectors.json").read_text())["rows"]
@@ -123,6 +123,12 @@ def test_a_vector_is_refused(vector: dict, way: str) -> None:
 def test_rows_that_are_too_wide_for_a_channel_number_are_refused(way: str) -> None:
     with pytest.raises(BadInput, match="65536 are the most"):
         encode_rows(torch.ones(1, 65_537), INT8)
+
+
+def test_what_a_value_takes_is_measured_with_what_there_is(way: str) -> None:
+    before = torch.random.get_rng_state()
+    assert 1e-11 < int8_value_s(576) < 1e-4
+    assert torch.equal(before, torch.random.get_rng_state()), "the caller's random numbers are the caller's"
 
 
 def test_what_loses_more_comes_later_and_takes_fewer_bytes() -> None:

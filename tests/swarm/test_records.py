@@ -62,8 +62,9 @@ def value_of(data: bytes) -> bytes:
     ),
     dtype=st.sampled_from(["", *DTYPES.values()]),
     region=st.from_regex("([a-z0-9-]{1,16})?", fullmatch=True),
+    int8=st.floats(0, 1e-3),
 )
-def test_a_record_comes_back_as_it_was(start, length, state, speeds, caches, addresses, dtype, region):
+def test_a_record_comes_back_as_it_was(start, length, state, speeds, caches, addresses, dtype, region, int8):
     before = record(
         span=Span(start, start + length),
         state=state,
@@ -75,10 +76,13 @@ def test_a_record_comes_back_as_it_was(start, length, state, speeds, caches, add
         cache_total=caches[1],
         dtype=dtype,
         region=region,
+        int8_value_s=int8,
     )
     data = encode_record(before, identity=ALICE, swarm_id=SWARM, key=KEY)
     after = decode_record(data, swarm_id=SWARM, key=KEY, subkey=ALICE.peer_id)
-    assert after == replace(before, decode_s=after.decode_s, prefill_s=after.prefill_s, queue_s=after.queue_s)
+    rounded = {name: getattr(after, name) for name in ("decode_s", "prefill_s", "queue_s", "int8_value_s")}
+    assert after == replace(before, **rounded)
+    assert after.int8_value_s == pytest.approx(before.int8_value_s, abs=1e-12)
     assert after.decode_s == pytest.approx(before.decode_s, abs=1e-9)
     assert after.prefill_s == pytest.approx(before.prefill_s, abs=1e-9)
     assert after.queue_s == pytest.approx(before.queue_s, abs=1e-6)
@@ -104,6 +108,7 @@ def test_the_worst_realistic_record_fits_in_200_bytes():
         place=Coordinate(place=(9.1, -9.2, 9.3), height=9.4, error=0.99),
         dtype="bfloat16",
         region="europe-northwest",
+        int8_value_s=123.456e-9,
     )
     assert len(value_of(data)) <= VALUE_BYTES
     # Ten thousand of them with their subkeys under one key stay within hivemind's 4 MiB.
@@ -124,12 +129,12 @@ def test_a_place_that_is_none_spoils_no_record(packed):
 
 def test_what_an_older_peer_does_not_say_and_what_nobody_knows_is_not_stated():
     fields = msgspec.msgpack.decode(value_of(signed(dtype="float32", region="eu")))
-    for changed in (fields[:-2], [*fields[:-2], 99, "EU!"], [*fields[:-2], 0, ""]):
+    for changed in (fields[:-3], [*fields[:-3], 99, "EU!"], [*fields[:-3], 0, "", 0]):
         value = msgspec.msgpack.encode(changed)
         message = _message(SWARM, KEY, ALICE.peer_id, 1, NOW, value)
         data = msgspec.msgpack.encode([1, NOW, value, ALICE.sign(DOMAIN, message)])
         back = decode_record(data, swarm_id=SWARM, key=KEY, subkey=ALICE.peer_id)
-        assert (back.dtype, back.region, back.span) == ("", "", Span(0, 10))
+        assert (back.dtype, back.region, back.span, back.int8_value_s) == ("", "", Span(0, 10), 0.0)
 
 
 def test_a_record_that_would_not_fit_is_refused_by_its_maker():

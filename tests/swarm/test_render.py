@@ -102,6 +102,24 @@ def test_route_adds_up_and_keeps_the_unknown_apart():
     assert fields(shown(route_table([HopTimes(hop=Hop(A, 0, 3))])))[-1][3:] == ["-"] * 4
 
 
+@pytest.mark.parametrize(
+    ("codecs", "line"),
+    [
+        (("fp32", "fp32", "fp32"), "hidden states go in fp32"),
+        (("int8", "fp32", "fp32"), "hidden states go in fp32; to Xy3Qz1 in int8"),
+        (("int8", "int8", "fp32"), "hidden states go in int8; back in fp32"),
+        (("int8", "bf16", "fp32"), "hidden states go in int8; to Pq77Lm in bf16; back in fp32"),
+    ],
+)
+def test_a_route_says_what_hidden_states_are_written_in(codecs, line):
+    hops = [
+        HopTimes(hop=Hop(peer, at, at + 15), network_s=0.02, wire_in=codecs[index], wire_out=codecs[index + 1])
+        for index, (peer, at) in enumerate(((A, 0), (B, 15)))
+    ]
+    assert shown(route_table(hops)).splitlines()[-1] == line
+    assert "hidden states" not in shown(route_table([HopTimes(hop=Hop(A, 0, 15))])) + shown(route_table([]))
+
+
 @pytest.mark.parametrize(("identical", "word"), [(True, "yes"), (False, "NO"), (None, "not compared")])
 def test_demo_shows_both_routes_and_the_figures(identical, word):
     before = (HopTimes(hop=Hop(A, 0, 15), compute_s=0.02), HopTimes(hop=Hop(B, 15, 30), compute_s=0.03))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -45,6 +46,16 @@ def test_the_last_hops_network_has_the_way_back():
         (B, "network", 0.007), (B, "compute", 0.010), (B, "network", 0.005),
     ]  # fmt: skip
     assert parts[0].begin_s == 100 and parts[-1].end_s == pytest.approx(100.048)
+
+
+def test_json_tells_the_codecs_of_each_hop_where_they_are_known():
+    known = HopTrace(hop=Hop(A, 0, 30), queue_s=0.0, compute_s=0.02, network_s=0.01, wire_in="int8", wire_out="fp32")
+    traces = [
+        StepTrace(at_s=0.0, total_s=0.03, tokens=1, epoch=0, hops=(hop,))
+        for hop in (known, replace(known, wire_in="", wire_out=""))
+    ]
+    hops = [facts["hops"][0] for facts in trace_facts(traces)]
+    assert [(hop["wire_in"], hop["wire_out"]) for hop in hops] == [("int8", "fp32"), (None, None)]
 
 
 def test_a_single_hop_has_the_way_there_and_back():
@@ -114,10 +125,11 @@ def test_the_facts_of_a_trace():
         "client_ms": pytest.approx(1e3 * CLIENT_S),
         "recovery_ms": 0,
         "hops": [
-            {"peer": hop.peer_id, "blocks": f"{hop.entry}:{hop.exit}", "network_ms": 2, "queue_ms": 1, "compute_ms": 18}
+            {"peer": hop.peer_id, "blocks": f"{hop.entry}:{hop.exit}", "network_ms": 2, "queue_ms": 1, "compute_ms": 18,
+             "wire_in": None, "wire_out": None}
             for hop in BEFORE
         ],
-    }
+    }  # fmt: skip
     assert held_up["recovery_ms"] == pytest.approx(1e3 * (STALL_S + 2 * NETWORK_S))
     assert [hop["network_ms"] for hop in held_up["hops"]] == [None, None]
     assert [hop["peer"] for hop in held_up["hops"]] == [hop.peer_id for hop in AFTER]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +30,18 @@ def test_the_median_token_hop_by_hop_and_the_slowest():
     assert len(slowest) == 3 and slowest[0] == [
         "13", "350", "recovery", "304,", "Xy3Qz1", "compute", "18.0,", "Rr5Tt9", "compute", "18.0",
     ]  # fmt: skip
+
+
+def test_it_says_what_hidden_states_are_written_in():
+    traces, recoveries, _ = answer(9)
+    ways = [("int8", "fp32"), ("fp32", "fp32")]
+    written = []
+    for trace in traces:
+        pairs = zip(trace.hops, ways, strict=True)
+        written.append(replace(trace, hops=tuple(replace(hop, wire_in=a, wire_out=b) for hop, (a, b) in pairs)))
+    line = "hidden states go in fp32; to Xy3Qz1 in int8"
+    assert line in shown(trace_table(written, recoveries)).splitlines()
+    assert "hidden states" not in shown(trace_table(traces, recoveries))
 
 
 def bars(text: str) -> list[str]:

@@ -112,6 +112,7 @@ def test_route(command, swarm):
     shown = command("route", "--join", swarm.join_code, "--explain")
     assert shown.code == 0 and "ms from here" in shown.out
     assert all(peer.peer_id[-6:] in shown.out for peer in swarm.peers) and "each of its peers is needed" in shown.out
+    assert "hidden states go in fp32" in shown.out
     facts = command("route", "--json", "--join", swarm.join_code).facts
     # Both serve block 3; it goes to the one that was faster when it started.
     assert [hop["blocks"] for hop in facts["route"]["hops"]] in (["0:4", "4:6"], ["0:3", "3:6"])

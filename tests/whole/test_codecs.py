@@ -18,6 +18,7 @@ from swarm.session import SessionConfig
 from tests.whole.inprocess import InProcessModel, InProcessSwarm
 from tests.whole.reference import Reference
 from tests.whole.scenes import SPARED, Text, running, used
+from tests.whole.stand_ins import until
 
 CHAIN = ["0:3", "3:6"]
 MBIT = 1e6 / 8
@@ -78,6 +79,34 @@ async def test_auto_loses_nothing_until_a_way_is_known_to_be_slow(tiny: Path, lo
         assert set(session._session.driver.codecs.values()) == {Codec.FP32}  # for as long as it lives
 
 
+async def test_a_slow_way_is_taken_where_8_bits_relieve_it(tiny: Path, local: Reference) -> None:
+    """A row of 256 bytes takes 2 s, 98 bytes take 0.8 s; a block takes the other peer 1.3 s."""
+    async with running(tiny, ["0:6", "0:6"]) as (swarm, model):
+        near, elsewhere = (peer.peer_id for peer in swarm.peers)
+        for wire, best in (("exact", elsewhere), ("auto", near), ("int8", near)):
+            model._session_config = SessionConfig(wire=wire, standby="none", share_prefixes=False)
+            model.client.costs.advance(time.monotonic())
+            model.client.costs.observe_bandwidth(CLIENT, near, 0.001 * MBIT)
+            model.client.costs.observe_decode(elsewhere, 1.3)
+            async with model.session() as session:
+                await session._session.step(local.ids(LONG)[:3])
+                assert session.route is not None and session.route[0].peer_id == best, wire
+
+
+async def test_a_peer_that_writes_8_bits_slowly_says_so_and_is_sent_more(tiny: Path) -> None:
+    async with running(tiny, ["0:6", "0:6"]) as (swarm, model):
+        client = model.client
+        usual, slow = (peer.peer_id for peer in swarm.peers)
+        swarm.tell(swarm.by_id(slow), int8_value_s=1e-3 / client.head.hidden_size)
+        await client.refresh()
+        client.costs.advance(time.monotonic())
+        for peer_id in (usual, slow):
+            client.costs.observe_bandwidth(CLIENT, peer_id, 256 / 4e-3)
+        assert [client.choose_codec(CLIENT, peer_id) for peer_id in (usual, slow)] == [Codec.INT8, Codec.BF16]
+        await until(lambda: CLIENT in client.wire.row_s)
+        assert 0 < client.wire.row_s[CLIENT] < 1e-2, "the client's own is measured too"
+
+
 @pytest.mark.parametrize(
     ("client_mbit", "mbit", "codecs"),
     [(1.0, 1e4, [Codec.INT8, Codec.FP32]), (1e4, 1.0, [Codec.FP32, Codec.INT8])],
@@ -91,6 +120,10 @@ async def test_each_way_has_a_codec_of_its_own(
         async with model.session() as session:
             await session._session.step(local.ids(LONG))
             assert session._session.driver.codecs == {0: codecs[0], 3: codecs[1]}
+            into = [codec.name.lower() for codec in (*codecs, Codec.FP32)]
+            told = [(into[0], into[1]), (into[1], into[2])]
+            assert [(hop.wire_in, hop.wire_out) for hop in session.traces[-1].hops] == told
+            assert [(term.wire_in, term.wire_out) for term in session.explain().chosen.terms] == told
             for hop in (0, 1):
                 (there,) = used(swarm, session, hop).service.table.sessions.values()
                 assert [there.codec_from(place) for place in (-1, 0)] == codecs
