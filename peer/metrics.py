@@ -168,7 +168,7 @@ def _directory(record: PeerRecord, announcer: Announcer, hive: Hive) -> Families
     yield info
     states = {state.name.lower(): state is record.state for state in PeerState}
     yield StateSetMetricFamily(PREFIX + "state", "What this peer says of itself.", states)
-    yield _counter("p2pd_restarts", "Times that p2pd died and was started again.", hive.restarts)
+    yield _counter("p2pd_restarts", "Times that p2pd died and was started again.", hive.daemon.restarts)
     yield _counter("record_failures", "Renewals of the record that came to nothing.", announcer.failures)
     stored = announcer.announced
     if stored is not None:

@@ -269,7 +269,7 @@ class Node:
             port=config.dht_port,
             record_policy=RecordPolicy(fingerprint),
             startup_timeout_s=config.startup_timeout_s,
-            daemon=config.daemon,
+            program=config.daemon,
         )
         try:
             await serve_changes(hive)  # it stores others' records from now on
@@ -350,7 +350,7 @@ class Node:
             role="peer",
             handler=self._succession,
             heartbeat=config.heartbeat,
-            streams=hive,
+            streams=hive.daemon,
             direct=config.direct,
             active=lambda: self._succession.computed_sessions,
         )
@@ -371,7 +371,7 @@ class Node:
         self._state = PeerState.SERVING
         await self._announcer.announce()
         stack.push_async_callback(self._announcer.leave)
-        hive.on_restart.append(self._announce_again)
+        hive.daemon.on_restart.append(self._announce_again)
         if self._metrics is not None:
             self._metrics.watch_service(self._service, endpoint.traffic)
             self._metrics.watch_directory(self.record, self._announcer, hive)

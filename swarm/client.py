@@ -183,7 +183,7 @@ class SwarmClient:
         await self._check_model(hive)
         self._directory = Directory(hive, identity, self.join.fingerprint, self.n_blocks)
         self._dht_time = hive.dht_time
-        return hive
+        return hive.daemon
 
     async def _check_model(self, hive: Hive) -> None:
         manifest = await fetch_manifest(hive, self.join, self.config.join_timeout_s)
