@@ -41,7 +41,7 @@ from swarm.codec import encode_rows, encodings, lossless_codec
 from swarm.compute import ComputeThread
 from swarm.discovery import Directory
 from swarm.families import Family, text_config
-from swarm.frames import Codec, Frame
+from swarm.frames import Codec, Frame, new_session
 from swarm.head import Head
 from swarm.hive import Hive
 from swarm.identity import Identity
@@ -399,7 +399,7 @@ class SwarmClient:
         if link is None:
             return
         codec = lossless_codec(self.config.dtype)
-        trial = Trial(link, hop, self.embed([0], 0, codec), codec)
+        trial = Trial(new_session(self.join.fingerprint), link, hop, self.embed([0], 0, codec), codec)
         self._on_trial[trial.id] = trial
         try:
             timing = await trial.run()
