@@ -88,6 +88,7 @@ class Node:
         self._service: Service
         self._speed: Speed  # when it began
         self._succession: Succession
+        self._announcing: asyncio.Task[None] | None = None  # that it loads its blocks
         self._announcer: Announcer
         self._outside: Outside
         self._state = PeerState.JOINING
@@ -144,17 +145,20 @@ class Node:
         return await self._load_announced(stack)
 
     async def _load_announced(self, stack: AsyncExitStack) -> Blocks:
-        """While the blocks load, others see that they are about to be served: who comes meanwhile takes other ones."""
+        """Until the blocks are served, other models' too, others see that they are about to be: who comes meanwhile
+        takes other ones."""
         announcer = Announcer(self._directory, self.record, self.config.renew_s)
         stack.push_async_callback(announcer.leave)  # if it comes to nothing; goodbye is said once
         announcer.renew_soon()
-        announcing = asyncio.create_task(announcer.run())
-        try:
-            await self._fetch(self._span)
-            return await self._peer.thread.run(self._load, self._span, self._check)
-        finally:
-            announcing.cancel()
-            await asyncio.gather(announcing, return_exceptions=True)
+        self._announcing = asyncio.create_task(announcer.run())
+        stack.push_async_callback(self._end_announcing)
+        await self._fetch(self._span)
+        return await self._peer.thread.run(self._load, self._span, self._check)
+
+    async def _end_announcing(self) -> None:
+        if self._announcing is not None:
+            self._announcing.cancel()
+            await asyncio.gather(self._announcing, return_exceptions=True)
 
     async def _found(self, stack: AsyncExitStack) -> Blocks:
         """Begin a swarm: the whole checkpoint is here, and its manifest names the swarm."""
@@ -262,6 +266,7 @@ class Node:
         await hive.serve_blob(ABOUT, lambda: about)
         await Doorbell(hive, self._directory, peer.addresses).serve()
         self._outside = Outside(hive, self._directory, peer.addresses, peer.tell)
+        await self._end_announcing()
         self._announcer = Announcer(self._directory, self.record, self.config.renew_s)
         self._state = PeerState.SERVING
         await self._announcer.announce()

@@ -107,6 +107,7 @@ async def test_clients_of_both_get_the_texts_of_their_models_and_a_peer_that_lea
         while leaving.alive:
             await asyncio.gather(*(text.more(1) for text in texts))
         assert leaving.process.returncode == 0
+        await asyncio.gather(*(text.more(2) for text in texts))
         for session in (in_one, in_another):
             assert session.route[-1].peer_id == taking.peer_id
 
