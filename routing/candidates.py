@@ -6,8 +6,9 @@ route; what a peer costs it asks of `Costs`, when a record or a measurement has 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping
 
 from routing.cost import CLIENT, LONGEST_S, Costs
 from routing.errors import BadInput
@@ -24,7 +25,6 @@ already only looks around, often, between two tokens."""
 
 ALONE = 8
 
-_Place = tuple[float, PeerId]
 _Kind = tuple[int, Objective]
 """Requests of a kind have the same candidates: those with as many tokens, about, that want the same."""
 
@@ -59,45 +59,45 @@ class Candidates:
         forbids = request.constraints.forbids_block if request.constraints.any else None
         picked: set[PeerId] = set()
         for order in self._orders_of(kind):
-            for block, places in enumerate(order.places[: request.n_blocks]):
+            for block, peers in enumerate(order.peers[: request.n_blocks]):
                 # A trusted peer may be wanted for an end alone, which its score does not tell.
                 alone = request.constraints.trusted is not None and block in (0, request.n_blocks - 1)
                 most = each * ALONE if alone else each
-                picked.update(self._pick(block, places, request, now, without, most, forbids))
+                self._pick(picked, block, peers, request, now, without, most, forbids)
         in_use = request.held if request.prefer is None else request.held | request.prefer.peers
         return picked | (in_use & self._view.records.keys())
 
     def _pick(
         self,
+        picked: set[PeerId],
         block: int,
-        places: list[_Place],
+        peers: list[PeerId],
         request: Request,
         now: float,
         without: frozenset[PeerId],
         each: int,
         forbids: Callable[[PeerRecord, int, int], str] | None,
-    ) -> Iterator[PeerId]:
+    ) -> None:
         """The cheapest that nothing speaks against, and the cheapest of the others: they may be all that is left."""
         good = bad = 0
         records = self._view.records
         barred: list[PeerId] = []
-        for _, peer_id in places:
+        for peer_id in peers:
             if records[peer_id].expires_at < now or peer_id in without:
                 continue
             if forbids is not None and forbids(records[peer_id], block, request.n_blocks):
                 barred.append(peer_id)
-                continue
-            if peer_id in request.avoid_peers or peer_id in request.penalties:
+            elif peer_id in request.avoid_peers or peer_id in request.penalties:
                 bad += 1
                 if bad <= each:
-                    yield peer_id
-                continue
-            good += 1
-            yield peer_id
-            if good == each:
-                return
+                    picked.add(peer_id)
+            else:
+                good += 1
+                picked.add(peer_id)
+                if good == each:
+                    return
         if not good and not bad:
-            yield from barred[:each]  # a plan can say then what leaves the block bare
+            picked.update(barred[:each])  # a plan can say then what leaves the block bare
 
     def _follow(self, view: View) -> None:
         """What differs from the view before is scored anew, and so is whatever was measured since."""
@@ -106,15 +106,15 @@ class Candidates:
         gone: set[PeerId] = set()
         if view is not self._view:
             differ = view.changed if view.before is before else _differing(before, view.records)
-            gone = set(differ - view.records.keys())
+            gone = {peer_id for peer_id in differ if peer_id not in view.records}
             changed |= differ - gone
         self._view = view
         for kind, orders in self._orders.items():
-            for peer_id in gone | changed:
-                for order in orders:
-                    order.remove(peer_id)
             for peer_id in changed:
-                self._add(kind, view.records[peer_id])
+                self._put(kind, view.records[peer_id])
+            for order in orders:
+                for peer_id in gone:
+                    order.remove(peer_id)
 
     def _orders_of(self, kind: _Kind) -> tuple[_Order, ...]:
         orders = self._orders.get(kind)
@@ -126,10 +126,13 @@ class Candidates:
                 order.fill((record, both[index]) for record, both in zip(records, scores, strict=True))
         return orders
 
-    def _add(self, kind: _Kind, record: PeerRecord) -> None:
-        if record.state is PeerState.SERVING:
-            for order, score in zip(self._orders[kind], self._scores(kind, record), strict=True):
-                order.add(record, score)
+    def _put(self, kind: _Kind, record: PeerRecord) -> None:
+        if record.state is not PeerState.SERVING:
+            for order in self._orders[kind]:
+                order.remove(record.peer_id)
+            return
+        for order, score in zip(self._orders[kind], self._scores(kind, record), strict=True):
+            order.put(record, score)
 
     def _scores(self, kind: _Kind, record: PeerRecord) -> tuple[float, float]:
         """Seconds a block, with the toll of its span and the way into it shared by its blocks. In the first order as if
@@ -150,35 +153,49 @@ class Candidates:
 
 
 class _Order:
-    """Peers by block, the least score first."""
+    """Peers by block, the least score first, and of equal scores by id."""
 
     def __init__(self, n_blocks: int):
-        self.places: list[list[_Place]] = [[] for _ in range(n_blocks)]
+        self.peers: list[list[PeerId]] = [[] for _ in range(n_blocks)]
+        self._scores = [array("d") for _ in range(n_blocks)]  # of those peers: plain numbers, near each other in memory
         self._put: dict[PeerId, tuple[Span, float]] = {}
 
-    def add(self, record: PeerRecord, score: float) -> None:
+    def put(self, record: PeerRecord, score: float) -> None:
+        """Also if it is there already, with another span or score."""
+        if self._put.get(record.peer_id) == (record.span, score):
+            return
+        self.remove(record.peer_id)
         self._put[record.peer_id] = record.span, score
-        place = score, record.peer_id  # one for all its blocks: a thousand peers have ten thousand entries
-        for places in self.places[record.span.start : record.span.end]:
-            insort(places, place)
+        for block in range(record.span.start, record.span.end):
+            index = self._index(block, record.peer_id, score)
+            self.peers[block].insert(index, record.peer_id)
+            self._scores[block].insert(index, score)
 
     def fill(self, scored: Iterable[tuple[PeerRecord, float]]) -> None:
         """Many at once, which one by one would each be put in its place."""
-        for record, score in scored:
-            self._put[record.peer_id] = record.span, score
-            place = score, record.peer_id
-            for places in self.places[record.span.start : record.span.end]:
-                places.append(place)
-        for places in self.places:
-            places.sort()
+        scores: list[list[float]] = [[] for _ in self.peers]
+        for score, peer_id, span in sorted((score, record.peer_id, record.span) for record, score in scored):
+            self._put[peer_id] = span, score
+            for block in range(span.start, span.end):
+                self.peers[block].append(peer_id)
+                scores[block].append(score)
+        self._scores = [array("d", each) for each in scores]
 
     def remove(self, peer_id: PeerId) -> None:
         put = self._put.pop(peer_id, None)
         if put is not None:
             span, score = put
-            place = score, peer_id
-            for places in self.places[span.start : span.end]:
-                del places[bisect_left(places, place)]
+            for block in range(span.start, span.end):
+                index = self._index(block, peer_id, score)
+                del self.peers[block][index], self._scores[block][index]
+
+    def _index(self, block: int, peer_id: PeerId, score: float) -> int:
+        """Where a peer is, or belongs."""
+        peers, scores = self.peers[block], self._scores[block]
+        first = bisect_left(scores, score)
+        if first == len(scores) or scores[first] > score or peers[first] == peer_id:
+            return first
+        return bisect_left(peers, peer_id, first, bisect_right(scores, score, first))
 
 
 def _differing(before: Mapping[PeerId, PeerRecord], after: Mapping[PeerId, PeerRecord]) -> frozenset[PeerId]:

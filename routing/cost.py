@@ -9,6 +9,7 @@ our books for ever.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
@@ -181,6 +182,25 @@ class Costs:
                 prior = max(self.link_s(CLIENT, a), self.link_s(CLIENT, b))
         return prior if mean is None else mean.blend(2 * prior, self.now) / 2
 
+    def between(self, ends: Sequence[PeerId], nbytes: int) -> Callable[[int, int], float]:
+        """For many pairs at one moment: `link_s` and `transfer_s` of `nbytes` in one, from an end to another one, both
+        told by their number in `ends`. What coordinates say takes no look at the books; most pairs of many peers never
+        measured each other."""
+        places = [place if (place := self._places.get(end)) is not None and place.known else None for end in ends]
+        met, rates, near_s = [self._rtt.get(end, {}) for end in ends], self._bandwidth, self.settings.near_s
+        slow, quick = self.settings.bandwidth, self.settings.near_bandwidth
+        far_transfer_s, near_transfer_s = (min(max(0, nbytes) / rate, LONGEST_S) for rate in (slow, quick))
+
+        def price(a: int, b: int) -> float:
+            here, there = places[a], places[b]
+            if here is None or there is None or ends[b] in met[a] or (rates and (ends[a], ends[b]) in rates):
+                link_s = self.link_s(ends[a], ends[b])
+                return link_s + self.transfer_s(ends[a], ends[b], nbytes, link_s)
+            link_s = here.rtt_s(there) / 2
+            return link_s + (near_transfer_s if link_s <= near_s else far_transfer_s)
+
+        return price
+
     def measured(self, a: PeerId, b: PeerId) -> bool:
         """Whether the round trip between two ends was ever measured, or is none."""
         return a == b or b in self._rtt.get(a, {})
@@ -192,6 +212,8 @@ class Costs:
         prior = min(default, self.link_s(CLIENT, b)) if CLIENT in measured else default
         if (place := self._places.get(b)) is not None and place.known:
             prior = min(prior, place.height / 2)
+        if not measured:
+            return prior
         means = [mean for end, mean in measured.items() if end != CLIENT]
         shortest = min((mean.value for mean in means), default=math.inf) / 2
         if shortest >= prior:
@@ -255,4 +277,4 @@ class Costs:
 
 def _sane(seconds: float) -> float | None:
     """`seconds` if it is a duration, cut at `LONGEST_S`; else None."""
-    return min(seconds, LONGEST_S) if math.isfinite(seconds) and seconds >= 0 else None
+    return min(seconds, LONGEST_S) if 0 <= seconds < math.inf else None

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from routing.cost import CLIENT, Costs
 from routing.errors import NoRoute
 from routing.objectives import pipelined, slowest_s
-from routing.request import EDGE_WEIGHT, Request, edge_s, edges, toll_s
+from routing.request import EDGE_WEIGHT, Request, edge_s, edges, edges_s, toll_s
 from routing.search import Search
 from routing.types import Hop, Objective, PeerId, PeerState, Route
 from routing.view import View
@@ -114,7 +115,7 @@ def plan(view: View, costs: Costs, request: Request, now: float) -> Plan:
     prefer = request.prefer
     if prefer is None or not _is_valid(prefer, servers):
         return replace(best, fastest_s=best.cost_s)
-    kept = route_cost(prefer, view, costs, request)
+    kept = best if best.route == prefer else route_cost(prefer, view, costs, request)
     if kept.avoided > best.avoided or _gains(kept, best, request):
         return replace(best, fastest_s=best.cost_s)
     return replace(kept, kept=True, fastest_s=min(kept.cost_s, best.cost_s), relaxations=relaxations)
@@ -265,10 +266,8 @@ def _cheapest(view: View, costs: Costs, request: Request, servers: list[list[Pee
     if request.objective is Objective.HOPS:
         fault, hop = fault * (request.n_blocks + 1), fault
 
-    def edge(a: PeerId, b: PeerId) -> float:
-        cost = edge_s(costs, request, a, b)
-        return cost + EDGE_WEIGHT * fault if (a, b) in request.avoid_edges else cost
-
+    client = len(peers)
+    onward, back = edges_s(costs, request, [*peers, CLIENT], broken_s=EDGE_WEIGHT * fault)
     prefer = request.prefer
     known: list[int] = []
     if prefer is not None and _is_valid(prefer, servers):
@@ -282,18 +281,16 @@ def _cheapest(view: View, costs: Costs, request: Request, servers: list[list[Pee
             + (fault if record.peer_id in request.avoid_peers else 0.0)
             for record in records
         ],
-        enter=[edge(CLIENT, peer) for peer in peers],
-        leave=[edge(peer, CLIENT) for peer in peers],
+        enter=[onward(client, peer) for peer in range(client)],
+        leave=[back(peer, client) for peer in range(client)],
         shortest=[costs.least_link_s(peer) for peer in peers],
-        link=lambda a, b: edge(peers[a], peers[b]),
+        link=onward,
         known=known,
     )
     hops: list[Hop] = []
-    for block, index in enumerate(search.run()):
-        if hops and hops[-1].peer_id == peers[index]:
-            hops[-1] = Hop(peers[index], hops[-1].entry, block + 1)
-        else:
-            hops.append(Hop(peers[index], block, block + 1))
+    for index, blocks in groupby(search.run()):
+        entry = hops[-1].exit if hops else 0
+        hops.append(Hop(peers[index], entry, entry + sum(1 for _ in blocks)))
     return Route(tuple(hops)), search.relaxations
 
 

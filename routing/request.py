@@ -6,7 +6,7 @@ Owns the request and those terms. Does not know chains' sums, nor how one is fou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -16,6 +16,7 @@ from routing.errors import BadInput
 from routing.types import Objective, PeerId, PeerRecord, Route
 
 Edge = tuple[PeerId, PeerId]
+EdgePrice = Callable[[int, int], float]
 
 CHUNK = 64
 """Positions of prefill that make the price of one, and rows, at least, that make a pass where throughput is wanted."""
@@ -92,6 +93,21 @@ def edge_s(costs: Costs, request: Request, a: PeerId, b: PeerId) -> float:
     rows = 1 if b == CLIENT else request.tokens
     link_s = costs.link_s(a, b)
     return link_s + costs.transfer_s(a, b, rows * request.row_bytes, link_s)
+
+
+def edges_s(
+    costs: Costs, request: Request, ends: Sequence[PeerId], *, broken_s: float
+) -> tuple[EdgePrice, EdgePrice]:
+    """`edge_s` for many pairs at one moment, ends told by their number: of those towards a peer, and of those back to
+    the client. An edge to be avoided costs `broken_s` more."""
+    onward, back = (costs.between(ends, rows * request.row_bytes) for rows in (request.tokens, 1))
+    if not request.avoid_edges:
+        return onward, back
+
+    def extra_s(a: int, b: int) -> float:
+        return broken_s if (ends[a], ends[b]) in request.avoid_edges else 0.0
+
+    return lambda a, b: onward(a, b) + extra_s(a, b), lambda a, b: back(a, b) + extra_s(a, b)
 
 
 def toll_s(costs: Costs, request: Request, record: PeerRecord) -> float:

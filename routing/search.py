@@ -4,9 +4,10 @@ Owns the algorithm and its counting. Does not know records, requests, links' sou
 
 After a block the path stands on the peer that ran it. It runs the next block there too, or moves: the link to
 another peer, and that peer's toll, once a stay. Exact for any non-negative links, also where a detour is
-shorter than the direct way. Dynamic programming over blocks, kept small by three facts:
+shorter than the direct way. Dynamic programming over blocks, kept small by two facts:
 - the cost between a pair does not depend on the block: each is asked for at most once, and only if needed;
-- a move is tried from the cheapest standing place on, until even the shortest link into the peer would lose;
+- a move is tried from the cheapest standing place on, until even the shortest link into the peer would lose.
+Where many may run a block, a third one saves more than the look at each of them for each block that it takes:
 - with that shortest link in place of the true one, what is still to come is a sum backwards over the blocks,
   alike for all who move; it bounds the rest of every path from below (the A* idea of Hart, Nilsson and
   Raphael, 1968), so that all are dropped that cannot beat the better of two chains: found by going ahead
@@ -19,6 +20,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+
+MANY = 48
+"""So many peers a block, on average, make the bound worth its time."""
 
 
 @dataclass(kw_only=True)
@@ -33,67 +37,76 @@ class Search:
     shortest: Sequence[float]  # per peer: no link into it is shorter
     link: Callable[[int, int], float]
     known: Sequence[int] = ()  # a path, the peer for each block, that the cheapest is not to exceed: in use already
+    many: int = MANY
     relaxations: int = 0  # moves looked at
-    _into: list[list[float | None]] = field(default_factory=list)  # links by target, source; None: not asked
+    _into: list[dict[int, float]] = field(default_factory=list)  # links by target, then source, once asked
 
     def __post_init__(self) -> None:
-        self._into = [[None] * len(self.toll) for _ in self.toll]
+        # To come to a peer again from itself pays another toll: never below staying.
+        self._into = [{peer: math.inf} for peer in range(len(self.toll))]
 
     def run(self) -> list[int]:
         """The peer for each block. Of equal paths: stay rather than move, then the smaller number before."""
-        to_go = self._to_go(self.shortest)  # no more than it will truly be
-        # A path in use is seldom far from the best, which makes the second guess not worth its time.
-        other_cost = self._path_cost(self.known) if self.known else self._one_good_chain(self._to_go(self._usual()))
-        chain_cost = min(self._one_good_chain(to_go), other_cost)
-        # Room for rounding: the bound and the path's own cost are summed in another order.
-        limit = chain_cost + 1e-9 + 1e-12 * chain_cost
+        most = self._most()
         at: dict[int, float] = {}
         for peer in self.servers[0]:
             cost = self.enter[peer] + self.toll[peer] + self.block_cost[peer]
-            if cost + to_go[0][peer] <= limit:
+            if cost <= most[0][peer]:
                 at[peer] = cost
-        came_from: list[dict[int, int]] = [{}]
+        came_from: list[dict[int, int]] = []
         for block in range(1, len(self.servers)):
-            at, sources = self._advance(block, at, to_go[block], limit)
+            at, sources = self._advance(block, at, most[block])
             came_from.append(sources)
-        assert at, "the chain that gave the limit is itself within it"
         path = [min(at, key=lambda peer: (at[peer] + self.leave[peer], peer))]
-        for sources in reversed(came_from[1:]):
-            path.append(sources[path[-1]])
+        for sources in reversed(came_from):
+            path.append(sources.get(path[-1], path[-1]))
         return path[::-1]
 
     def _advance(
-        self, block: int, at: Mapping[int, float], to_go: Mapping[int, float], limit: float
+        self, block: int, at: Mapping[int, float], most: Mapping[int, float] | Sequence[float]
     ) -> tuple[dict[int, float], dict[int, int]]:
-        """Run `block`: for each peer worth it, the least cost of having done so, and who ran the one
-        before."""
-        standing = sorted((cost, peer) for peer, cost in at.items())
+        """Run `block`: for each peer where that costs not more than `most`, the least cost of having done so, and who
+        ran the one before if it was another one."""
+        assert at, "the chain that gave the limit is itself within it"
+        standing = sorted(zip(at.values(), at, strict=True))
+        cheapest, tried = standing[0][0], 0
         after: dict[int, float] = {}
         sources: dict[int, int] = {}
         for peer in self.servers[block]:
             stay = at.get(peer, math.inf)
             toll, shortest, cost_here = self.toll[peer], self.shortest[peer], self.block_cost[peer]
             # What a move may cost before the toll: less than staying, and no more than the limit leaves.
-            allowed = limit - to_go[peer] - cost_here
-            best, source, tried = min(stay, allowed) - toll, -1, 0
-            into = self._into[peer]
-            for cost, other in standing:
-                if cost + shortest >= best:
-                    break
-                tried += 1
-                link = into[other]
-                if link is None:
-                    if other == peer:  # to come to it again pays another toll: never below staying
-                        continue
-                    link = into[other] = self.link(other, peer)
-                if cost + link < best:
-                    best, source = cost + link, other
-            self.relaxations += tried
-            if source >= 0:
+            allowed = most[peer] - cost_here
+            best, source = (stay if stay < allowed else allowed) - toll, peer
+            if cheapest < best - shortest:
+                into = self._into[peer]
+                for cost, other in standing:
+                    if cost >= best - shortest:
+                        break
+                    tried += 1
+                    link = into.get(other)
+                    if link is None:
+                        link = into[other] = self.link(other, peer)
+                    if cost + link < best:
+                        best, source = cost + link, other
+            if source != peer:
                 after[peer], sources[peer] = best + toll + cost_here, source
             elif stay <= allowed:
-                after[peer], sources[peer] = stay + cost_here, peer
+                after[peer] = stay + cost_here
+        self.relaxations += tried
         return after, sources
+
+    def _most(self) -> Sequence[Mapping[int, float] | Sequence[float]]:
+        """For each block, per peer: what a path may cost once it has been run there."""
+        if sum(map(len, self.servers)) < self.many * len(self.servers):
+            return [[math.inf] * len(self.toll)] * len(self.servers)
+        to_go = self._to_go(self.shortest)  # no more than it will truly be
+        # A path in use is seldom far from the best, which makes the second guess not worth its time.
+        other_cost = self._path_cost(self.known) if self.known else self._one_good_chain(self._to_go(self._usual()))
+        chain_cost = min(self._one_good_chain(to_go), other_cost)
+        # Room for rounding: the bound and the path's own cost are summed in another order.
+        limit = chain_cost + 1e-9 + 1e-12 * chain_cost
+        return [{peer: limit - rest for peer, rest in each.items()} for each in to_go]
 
     def _usual(self) -> list[float]:
         """Per peer: what a link into it tends to cost, the middle of a few. A guess, and no bound."""
@@ -151,7 +164,7 @@ class Search:
 
     def _link(self, a: int, b: int) -> float:
         self.relaxations += 1
-        link = self._into[b][a]
+        link = self._into[b].get(a)
         if link is None:
             link = self._into[b][a] = self.link(a, b)
         return link

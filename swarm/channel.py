@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol, cast
@@ -22,7 +23,9 @@ _CLOSE_S = 1.0  # for the last bytes to leave
 # An idle connection whose other end vanished without a word is gone after two minutes, without any frame.
 _KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 
-_SENT_AGAIN, _OUT_OF_ORDER = 100, 224  # tcpi_total_retrans, tcpi_rcv_ooopack in Linux's struct tcp_info (linux/tcp.h)
+# tcpi_retransmits, tcpi_total_retrans, tcpi_rcv_ooopack in Linux's struct tcp_info (linux/tcp.h)
+_UNANSWERED, _SENT_AGAIN, _OUT_OF_ORDER = 2, 100, 224
+_RESET = struct.pack("ii", 1, 0)  # linger for no time: closing sends RST
 
 Spawn = Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"]
 
@@ -78,7 +81,8 @@ class Channel(Protocol):
 
     @property
     def mishaps(self) -> int:
-        """Packets so far that had to be sent again, or came out of order; 0 where the system does not tell."""
+        """Packets so far that had to be sent again and arrived then, or came out of order; 0 where the system does not
+        tell, and while one is sent again and again without an answer: that way may be dead."""
 
     def write(self, pieces: list[Any]) -> None: ...
 
@@ -130,6 +134,8 @@ class TlsChannel(asyncio.Protocol):
             info = raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _OUT_OF_ORDER + 4)
         except OSError:
             return 0
+        if info[_UNANSWERED]:
+            return 0
         # An older kernel gives less.
         return sum(int.from_bytes(info[at : at + 4], sys.byteorder) for at in (_SENT_AGAIN, _OUT_OF_ORDER))
 
@@ -160,8 +166,15 @@ class TlsChannel(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
+        if self._transport is None:
+            return
+        # The other side is told at once. The end of a stream would wait behind bytes that nobody acknowledges, where
+        # only the way back to us is dead.
+        raw = self._transport.get_extra_info("socket")
+        if raw is not None and not self.closed.done():
+            with contextlib.suppress(OSError):
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self._transport.abort()
 
 
 class StreamChannel:

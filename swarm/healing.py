@@ -64,6 +64,7 @@ class Healing:
         self.warm_peers: frozenset[PeerId] = frozenset()  # that may hold what another process computed
         self._avoid_peers: set[PeerId] = set()  # lost by this session; used again only where nobody else is left
         self._avoid_edges: set[tuple[PeerId, PeerId]] = set()
+        self._settled_edges: set[tuple[PeerId, PeerId]] = set()  # of them: both ends were asked
         self._excluded: frozenset[PeerId] = frozenset()
         self._lost: set[PeerId] = set()  # of the present route
         self._forgot: set[PeerId] = set()  # the same, and alive: they have only lost what they held
@@ -260,10 +261,8 @@ class Healing:
         try:
             async with asyncio.timeout(self._trouble_since + self._limit_s - since) as self._patience:
                 await asyncio.sleep(next(self._pauses, self._limit_s))
-                plan = self._plan_with_standbys()
-                if plan is None:
-                    await self._settle_edges()
-                    plan = await self._connected_plan(since)
+                await self._settle_edges()
+                plan = self._plan_with_standbys() or await self._connected_plan(since)
             self._task = self._patience = None
             self._take(plan, reason, since)
         except TimeoutError:
@@ -432,10 +431,15 @@ class Healing:
         )
 
     async def _settle_edges(self) -> None:
-        """A peer's word that an edge broke bans nobody: ask both ends ourselves, and avoid the one that is silent."""
-        ends = {end for edge in self._avoid_edges for end in edge} - self._avoid_peers - {CLIENT}
+        """A peer's word that an edge broke bans nobody: ask both ends ourselves, and avoid the one that is silent. Else
+        a standby may take the place of the wrong one."""
+        asked = self._avoid_edges - self._settled_edges
+        ends = {end for edge in asked for end in edge} - self._avoid_peers - {CLIENT}
         silent = await self.client.silent_of(ends, PROBE_S)
+        self._settled_edges |= asked
         self._avoid_peers |= silent
+        if self.driver.route is not None:
+            self._lost |= silent & self.driver.route.peers
 
 
 def _nobody_left(error: NoRoute, failed: frozenset[PeerId]) -> NoRoute:

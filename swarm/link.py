@@ -7,12 +7,14 @@ and the judgement of silence. Knows no session and no route; whom to link, and h
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from statistics import median_low
 from typing import Protocol
 
 from routing.coordinates import DIMENSIONS, Coordinate, Vivaldi
@@ -82,6 +84,25 @@ class SmoothedRtt:
     def late_s(self) -> float:
         """An answer that takes longer is unusual; 0 while nothing is known."""
         return self.mean_s + 4 * self.deviation_s
+
+
+class RecentRtt:
+    """Of a watched link. After an interruption the answers to all pings of that time come at once: only the last of
+    them tells how long the way takes, and a median of three leaves out what is told only once."""
+
+    def __init__(self) -> None:
+        self.smoothed = SmoothedRtt()
+        self._least_s = math.inf  # since the last look
+        self._last: deque[float] = deque(maxlen=3)
+
+    def answered(self, rtt_s: float) -> None:
+        self._least_s = min(self._least_s, rtt_s)
+
+    def look(self) -> None:
+        if self._least_s < math.inf:
+            self._last.append(self._least_s)
+            self.smoothed.add(median_low(self._last))
+            self._least_s = math.inf
 
 
 class Losses:
@@ -202,7 +223,7 @@ class Link:
         self._asked: dict[int, float] = {}  # pings under way: when they were sent
         self._waiters: dict[int, asyncio.Future[float]] = {}
         self._rtts: deque[float] = deque(maxlen=_RTT_SAMPLES)
-        self._smoothed_rtt, self._losses = SmoothedRtt(), Losses()
+        self._recent_rtt, self._losses = RecentRtt(), Losses()
         self._heard = False  # since the last look
 
     def __repr__(self) -> str:
@@ -226,7 +247,7 @@ class Link:
     @watched.setter
     def watched(self, value: bool) -> None:
         if value and self._silence is None and not self.closed:
-            self._silence = Silence(self._heartbeat, time.monotonic(), self._smoothed_rtt, self._losses)
+            self._silence = Silence(self._heartbeat, time.monotonic(), self._recent_rtt.smoothed, self._losses)
             self._watch()
         elif not value:
             self._silence = None
@@ -300,6 +321,7 @@ class Link:
         if self._heard:
             self._losses.heard(self._channel.mishaps, now)
             self._heard = False
+        self._recent_rtt.look()
         match self._silence.look(now, due):
             case Verdict.PING:
                 self._ping()
@@ -380,11 +402,12 @@ class Link:
             return
         rtt_s = time.monotonic() - asked
         self.sessions, self.place = pong.sessions, Coordinate.parse(pong.place)
-        if self.place is not None:
-            away = tuple(random.gauss(0, 1) for _ in range(DIMENSIONS))
-            self._coordinates.observe(self.place, rtt_s, away)
         self._rtts.append(rtt_s)
-        self._smoothed_rtt.add(rtt_s)
+        self._recent_rtt.answered(rtt_s)
+        if self.place is not None:
+            # Of the least of the last ones: Ledlie, Gardner, Seltzer 2007, "Network Coordinates in the Wild".
+            away = tuple(random.gauss(0, 1) for _ in range(DIMENSIONS))
+            self._coordinates.observe(self.place, min(self._rtts), away)
         waiter = self._waiters.get(number)
         if waiter is not None and not waiter.done():
             waiter.set_result(rtt_s)

@@ -78,12 +78,14 @@ def healed(wide: Wide) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("hop", "ways"),
-    [(0, {}), (1, {"inward": False}), (0, {"outward": False})],
-    ids=["first hop, both ways", "last hop, outward", "first hop, inward"],
+    [(0, {}), (1, {"inward": False}), (0, {"outward": False}), (0, {"outward": False})],
+    ids=["first hop, both ways", "last hop, outward", "first hop, inward", "the other first hop, inward"],
 )
 def test_a_host_that_falls_silent(hop: int, ways: dict[str, Any], wide: Wide) -> None:
+    """Two seconds, whatever links had to bear in the tests before: a way that is dead is no way that loses packets,
+    one that was dead no slow one, and of two that lost each other the one who is cut off is left at once."""
     stall_s, routes = wide.disturbed(lambda route: wide.lab.cut(wide.host(route[hop]), **ways))
-    assert len(routes) >= 2 and stall_s < 6, f"{stall_s:.1f} s, {routes}"
+    assert len(routes) >= 2 and stall_s < 4, f"{stall_s:.1f} s, {routes}"
 
 
 def test_two_hops_that_lose_each_other(wide: Wide) -> None:

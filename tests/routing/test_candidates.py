@@ -69,6 +69,38 @@ def test_what_is_kept_up_to_date_is_what_a_fresh_start_would_find() -> None:
     assert len(view.records) > 30
 
 
+@pytest.mark.parametrize("alike", [False, True])
+def test_a_replan_after_changes_is_a_plan_from_nothing(alike: bool) -> None:
+    """Also where all peers score the same."""
+    rng = random.Random(2)
+    view, costs = crowd(90, BLOCKS, 2, regions=4)
+    if alike:
+        costs = Costs()
+        alike_records = [replace(each, decode_s=0.01, queue_s=0.0) for each in view.records.values()]
+        view = View({record.peer_id: record for record in alike_records}, BLOCKS)
+    kept, moved = Candidates(BLOCKS, costs, row_bytes=2000), 0
+    route: Route | None = None
+    for turn in range(120):
+        chosen, changes = {rng.choice(sorted(view.records))}, []
+        if route is not None:
+            chosen.add(rng.choice(route.hops).peer_id)
+        for peer_id in sorted(chosen):
+            record = view.records[peer_id]
+            changed = rng.choice([{}, {"queue_s": rng.choice([0.0, 0.05])}, {"decode_s": rng.choice([0.01, 0.02])}])
+            changes.append(replace(record, sequence=record.sequence + 1, **changed))
+        view = apply(view, RecordsSeen(changes))
+        if turn % 5 == 0 and route is not None:  # as a step of the session is measured
+            costs.observe_queue(route[0].peer_id, rng.uniform(0.0, 0.1))
+            costs.observe_rtt(route[0].peer_id, route[-1].peer_id, rng.uniform(0.0, 0.1))
+        request = replace(REQUEST, row_bytes=2000, prefer=route, hysteresis=0.0)
+        found = plan(kept.short_view(view, 0.0, request), costs, request, 0.0)
+        anew = Candidates(BLOCKS, costs, row_bytes=2000).short_view(view, 0.0, request)
+        assert found == plan(anew, costs, request, 0.0), turn
+        moved += found.route != route
+        route = found.route
+    assert moved > 10, "the changes are such that matter"
+
+
 def test_those_to_be_avoided_take_nobody_s_place_and_stay_where_there_is_nobody_else() -> None:
     view, costs = crowd(80, BLOCKS, 2, regions=3)
     best = plan(view, costs, REQUEST, 0.0).route

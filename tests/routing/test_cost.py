@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
+from itertools import permutations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from routing.coordinates import Coordinate
 from routing.cost import CLIENT, LONGEST_S, Costs, CostSettings
 from routing.errors import BadInput
 from routing.types import PeerRecord, Span
@@ -189,3 +192,22 @@ def test_where_most_claim_too_much_strangers_are_believed_the_less_too_but_not_f
     for name in "cdef":
         costs.observe_decode(name, 0.01, 0.01)
     assert costs.block_s(stranger, 1) == pytest.approx(0.01)
+
+
+def test_many_links_at_one_moment_cost_what_each_costs() -> None:
+    rng, costs = random.Random(3), Costs()
+    ends = [*(f"p{index}" for index in range(12)), CLIENT]
+    for end in ends[3:]:  # of the first three nobody knows where they are; of some it is not sure
+        place = tuple(rng.uniform(0, 0.01) for _ in range(3))
+        costs.place(end, Coordinate(place=place, height=rng.choice([1e-5, 0.01]), error=rng.choice([0.1, 0.1, 0.9])))
+    for _ in range(20):
+        a, b = rng.sample(ends, 2)
+        costs.observe_rtt(a, b, rng.uniform(0.0, 0.2))
+    for _ in range(20):
+        a, b = rng.sample(ends, 2)
+        costs.observe_bandwidth(a, b, rng.uniform(1e5, 1e8))
+    costs.advance(100.0)
+    for nbytes in (0, 2000, 10**13):
+        price = costs.between(ends, nbytes)
+        for (i, a), (j, b) in permutations(enumerate(ends), 2):
+            assert price(i, j) == costs.link_s(a, b) + costs.transfer_s(a, b, nbytes), (a, b, nbytes)

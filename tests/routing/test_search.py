@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routing.search import Search
+from routing.search import MANY, Search
 
 
 def random_search(seed: int, tightness: float) -> tuple[Search, dict[tuple[int, int], float], Counter]:
@@ -66,9 +66,10 @@ def plain_cost(search: Search, links: dict[tuple[int, int], float]) -> float:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([0.0, 0.5, 1.0]), st.booleans())
-def test_nothing_is_lost_by_looking_at_less(seed, tightness, in_use):
+@given(st.integers(0, 2**32), st.sampled_from([0.0, 0.5, 1.0]), st.booleans(), st.booleans())
+def test_nothing_is_lost_by_looking_at_less(seed, tightness, in_use, bounded):
     search, links, asked = random_search(seed, tightness)
+    search.many = 0 if bounded else MANY
     if in_use:  # some path, the best one or one far from it
         rng = random.Random(seed)
         search.known = [rng.choice(servers) for servers in search.servers]

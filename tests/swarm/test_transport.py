@@ -23,7 +23,7 @@ from swarm.channel import format_address, parse_address
 from swarm.frames import Codec, Frame, FrameType
 from swarm.handshake import make_certificate, server_context
 from swarm.identity import Identity
-from swarm.link import Losses, Silence, SmoothedRtt, Verdict
+from swarm.link import Losses, RecentRtt, Silence, SmoothedRtt, Verdict
 from swarm.transport import Admission, Endpoint, Heartbeat, Link
 
 IDENTITIES = sorted((Identity.generate() for _ in range(3)), key=lambda identity: identity.peer_id)
@@ -243,6 +243,30 @@ def test_a_link_that_loses_packets_is_given_time_until_it_has_been_clean_for_lon
     losses.heard(3, 50.0)
     assert silence.limit_s(60.0) == 6.0
     assert silence.limit_s(122.0) == 2.0
+
+
+@pytest.mark.parametrize("round_trip_s, looks", [(0.03, 1), (0.2, 2)])
+def test_an_interruption_does_not_make_a_link_slow(round_trip_s, looks):
+    """The pings of eight seconds are answered at once, or the first of them a round trip before the others."""
+    rtt = RecentRtt()
+    for _ in range(3):
+        rtt.answered(round_trip_s)
+        rtt.look()
+    late = [8.0 - 0.5 * ping + round_trip_s for ping in range(16)]
+    for answers in [late] if looks == 1 else [late[:1], late[1:]]:
+        for rtt_s in answers:
+            rtt.answered(rtt_s)
+        rtt.look()
+        rtt.look()
+    assert Silence(Heartbeat(), 0.0, rtt.smoothed).limit_s(0.0) < 3.0
+
+
+def test_a_link_that_becomes_slow_is_given_time_after_three_answers():
+    rtt = RecentRtt()
+    for rtt_s in [0.03, 2.0, 2.0, 2.0]:
+        rtt.answered(rtt_s)
+        rtt.look()
+    assert Silence(Heartbeat(), 0.0, rtt.smoothed).limit_s(0.0) > 5.0
 
 
 def test_a_quick_link_is_given_no_more_time():
