@@ -88,7 +88,7 @@ class Node:
         self._service: Service
         self._speed: Speed  # when it began
         self._succession: Succession
-        self._announcing: asyncio.Task[None] | None = None  # that it loads its blocks
+        self._announcing: asyncio.Task[None]  # that its blocks are about to be served
         self._announcer: Announcer
         self._outside: Outside
         self._state = PeerState.JOINING
@@ -118,7 +118,14 @@ class Node:
         """Join or begin the swarm, and load the blocks; p2pd starts while the model is read."""
         blocks = await self._join_and_load(stack)
         self.weights_bytes = blocks.nbytes
+        # Other models may load for longer than a record lives.
+        self._announcing = asyncio.create_task(Announcer(self._directory, self.record, self.config.renew_s).run())
+        stack.push_async_callback(self._end_announcing)
         return blocks
+
+    async def _end_announcing(self) -> None:
+        self._announcing.cancel()
+        await asyncio.gather(self._announcing, return_exceptions=True)
 
     async def _join_and_load(self, stack: AsyncExitStack) -> Blocks:
         join = JoinCode.parse(self.config.join) if self.config.join else None
@@ -145,20 +152,17 @@ class Node:
         return await self._load_announced(stack)
 
     async def _load_announced(self, stack: AsyncExitStack) -> Blocks:
-        """Until the blocks are served, other models' too, others see that they are about to be: who comes meanwhile
-        takes other ones."""
+        """While the blocks load, others see that they are about to be served: who comes meanwhile takes other ones."""
         announcer = Announcer(self._directory, self.record, self.config.renew_s)
         stack.push_async_callback(announcer.leave)  # if it comes to nothing; goodbye is said once
         announcer.renew_soon()
-        self._announcing = asyncio.create_task(announcer.run())
-        stack.push_async_callback(self._end_announcing)
-        await self._fetch(self._span)
-        return await self._peer.thread.run(self._load, self._span, self._check)
-
-    async def _end_announcing(self) -> None:
-        if self._announcing is not None:
-            self._announcing.cancel()
-            await asyncio.gather(self._announcing, return_exceptions=True)
+        announcing = asyncio.create_task(announcer.run())
+        try:
+            await self._fetch(self._span)
+            return await self._peer.thread.run(self._load, self._span, self._check)
+        finally:
+            announcing.cancel()
+            await asyncio.gather(announcing, return_exceptions=True)
 
     async def _found(self, stack: AsyncExitStack) -> Blocks:
         """Begin a swarm: the whole checkpoint is here, and its manifest names the swarm."""
