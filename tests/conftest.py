@@ -6,10 +6,14 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
 from swarm import native
+
+hypothesis.settings.register_profile("swarm", deadline=None)  # that a machine is busy is no error
+hypothesis.settings.load_profile("swarm")
 
 
 @pytest.fixture(scope="module")

@@ -274,7 +274,7 @@ def test_a_prefix_is_taken_from_what_has_dropped_a_part_if_it_has_the_rest():
     assert not long.copy_prefix(donor, donor.position) and holds(long)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(

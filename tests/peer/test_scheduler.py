@@ -171,7 +171,7 @@ arrivals = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(arrivals, st.one_of(st.none(), st.integers(1, 4)))
 def test_every_work_runs_once_and_no_client_waits_for_ever(turns, most):
     """Twelve seats of four clients. A client whose work waits is served within as many passes as there are clients."""

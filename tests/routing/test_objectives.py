@@ -42,7 +42,7 @@ def solvable(draw: st.DrawFn, objective: Objective) -> tuple[View, Costs, Reques
     return view, costs, request, [as_route(chain) for chain in itertools.product(*allowed(view, request))]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(solvable(Objective.HOPS))
 def test_the_fewest_hops_and_of_those_the_least_latency(problem) -> None:
     view, costs, request, every = problem
@@ -52,7 +52,7 @@ def test_the_fewest_hops_and_of_those_the_least_latency(problem) -> None:
     assert found.rank == pytest.approx(best, abs=1e-5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(solvable(Objective.THROUGHPUT))
 def test_the_highest_throughput_and_of_those_the_least_latency(problem) -> None:
     view, costs, request, every = problem

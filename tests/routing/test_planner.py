@@ -181,7 +181,7 @@ def problems(draw: st.DrawFn) -> tuple[View, Costs, Request]:
     return view, costs, request
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(problems())
 def test_the_plan_is_the_best_of_all_chains(problem):
     view, costs, request = problem
@@ -215,7 +215,7 @@ def test_the_plan_is_the_best_of_all_chains(problem):
         assert result.cost_s == pytest.approx(now_paid[1])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(), st.randoms())
 def test_the_order_of_records_does_not_matter(problem, rng):
     view, costs, request = problem

@@ -65,7 +65,7 @@ def plain_cost(search: Search, links: dict[tuple[int, int], float]) -> float:
     return min(cost + search.leave[peer] for peer, cost in at.items())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 2**32), st.sampled_from([0.0, 0.5, 1.0]), st.booleans(), st.booleans())
 def test_nothing_is_lost_by_looking_at_less(seed, tightness, in_use, bounded):
     search, links, asked = random_search(seed, tightness)

@@ -46,7 +46,7 @@ def key_of(pipeline: Pipeline, transfers: dict, links: dict, stays: list[tuple[i
     return round(max(*busy.values(), *(transfers[way] for way in ends)), 9), cost
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @example(18385)  # takes dozens of parts
 @given(st.integers(0, 2**32))
 def test_the_slowest_stage_is_the_least_of_all_chains_and_then_the_cost(seed: int) -> None:

@@ -159,7 +159,7 @@ async def test_a_character_cut_off_by_the_limit_shows_as_decoding_shows_it():
     assert "".join(token.text for token in tokens) == TOKENIZER.decode(said[:4])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 12), st.booleans())
 def test_leaving_early_keeps_a_session_that_continues(leave_after, drawn):
     async def scenario() -> None:

@@ -6,7 +6,7 @@ import sys
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from routing.errors import BadInput, StartError
@@ -100,7 +100,6 @@ def test_the_time_to_think_before_a_turn_is_nobodys():
     assert token_times(traces)[2].total_s == pytest.approx(traces[2].total_s)
 
 
-@settings(deadline=None)  # a busy machine is no error
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.booleans(), st.booleans()), min_size=1, max_size=20))
 def test_the_parts_add_up(steps):
     traces, recoveries, at_s = [], [], 10.0

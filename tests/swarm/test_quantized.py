@@ -83,7 +83,7 @@ def test_rows_of_another_size_are_refused(kernels):
         few_rows_linear(torch.ones(1, 300), packed, None, plenty(torch.float32))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     quantization=st.sampled_from(QUANTIZATIONS),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
