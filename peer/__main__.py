@@ -8,17 +8,22 @@ import gc
 import os
 import signal
 import sys
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from peer.sizes import parse_size
+from routing.errors import BadInput
 from routing.types import Span
 from swarm.joincode import JoinCode
 from swarm.terminal import Console, guarded, process, run, setup_logging
+
+T = TypeVar("T")
 
 app = typer.Typer(
     add_completion=False,
@@ -27,27 +32,35 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+NEW = "new"  # in place of a join code
+
 EXAMPLE = """
 Serve blocks of MODEL to a swarm: join one with --join CODE, or begin a new one and get its code.
+
+Several models are served by one peer, each to its own swarm: give --join (and --blocks, if at all) once for each
+model, in the order of the models. "--join new" begins a swarm for that model.
 
 MODEL is a directory with config.json and safetensors files, a .gguf file, a hub id, or smollm2 (the small model
 that comes with this package). Ctrl-C leaves the swarm in good order.
 
 Example:  swarm serve smollm2 --blocks 0:15
           swarm serve smollm2 --join CODE
+          swarm serve smollm2 ./other-model --join CODE --join new
 """
 
 
 @app.command(help=EXAMPLE)
 def serve(
-    model: Annotated[str, typer.Argument(help="directory, .gguf file, hub id, or smollm2")],
+    models: Annotated[list[str], typer.Argument(metavar="MODEL", help="directory, .gguf file, hub id, or smollm2")],
     join: Annotated[
-        str | None, typer.Option(help="join code of the swarm (-: read from stdin); without it a new swarm begins")
-    ] = None,
+        list[str], typer.Option(help="join code of the swarm (-: read from stdin); without it a new swarm begins")
+    ] = [],  # noqa: B006
     blocks: Annotated[
-        str | None, typer.Option(metavar="A:B", help="blocks to serve; without it what the swarm lacks most, as fits")
+        list[str], typer.Option(metavar="A:B", help="blocks to serve; without it what the swarm lacks most, as fits")
+    ] = [],  # noqa: B006
+    most_blocks: Annotated[
+        int | None, typer.Option(metavar="N", help="blocks at most, of each model, without --blocks")
     ] = None,
-    most_blocks: Annotated[int | None, typer.Option(metavar="N", help="blocks at most, without --blocks")] = None,
     rebalance: Annotated[
         float, typer.Option(metavar="S", help="without --blocks: look as often whether others need it more; 0: never")
     ] = 120.0,
@@ -93,22 +106,24 @@ def serve(
     console = Console(as_json=as_json, verbose=verbose)
     setup_logging(verbose)
     with guarded(console):
-        span = Span.parse(blocks) if blocks else None
+        spans = _one_each("--blocks", [Span.parse(each) for each in blocks], models)
         max_memory_bytes = parse_size(max_memory) if max_memory else None
         model_cache_bytes = parse_size(model_cache)
-        if join and join != "-":
-            JoinCode.parse(join)  # a typing error is told at once
+        codes = _one_each("--join", join, models)
+        codes = [None if code == NEW else code for code in codes]
+        for code in codes:
+            if code and code != "-":
+                JoinCode.parse(code)  # a typing error is told at once
         with console.progress("starting"):
-            _import("peer.node")  # torch takes seconds to import: not before --help
+            _import("peer.peer")  # torch takes seconds to import: not before --help
         from peer.config import PeerConfig
 
-        if join == "-":
-            join = sys.stdin.readline().strip()
-
-        config = PeerConfig(
-            model=model,
-            join=join,
-            blocks=span,
+        of_models: list[dict[str, Any]] = [
+            {"model": model, "join": sys.stdin.readline().strip() if code == "-" else code, "blocks": span}
+            for model, code, span in zip(models, codes, spans, strict=True)
+        ]
+        first = PeerConfig(
+            **of_models[0],
             most_blocks=most_blocks,
             rebalance_s=rebalance,
             host=host,
@@ -130,7 +145,18 @@ def serve(
             metrics_port=metrics_port,
             metrics_host=metrics_host,
         )
-        run(_serve(config, console, until_stdin_closes))
+        configs = [replace(first, **of_model) for of_model in of_models]
+        run(_serve(configs, console, until_stdin_closes))
+
+
+def _one_each(option: str, given: list[T], models: list[str]) -> Sequence[T | None]:
+    """Raises BadInput."""
+    if given and len(given) != len(models):
+        advice = f"Give {option} once for each model, in their order."
+        if option == "--join":
+            advice += f" A code names one model's swarm; {NEW!r} begins one."
+        raise BadInput(f"{len(models)} models, and {len(given)} times {option}", advice=advice)
+    return given or [None] * len(models)
 
 
 def _import(module: str) -> None:
@@ -144,8 +170,8 @@ def _import(module: str) -> None:
         gc.enable()
 
 
-async def _serve(config, console: Console, until_stdin_closes: bool) -> None:
-    from peer.node import Node
+async def _serve(configs, console: Console, until_stdin_closes: bool) -> None:
+    from peer.peer import Peer
 
     stop, at_once = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -169,21 +195,23 @@ async def _serve(config, console: Console, until_stdin_closes: bool) -> None:
         loop.add_signal_handler(number, on_signal)
     if until_stdin_closes:
         loop.add_reader(sys.stdin.fileno(), on_input)
-    with console.progress("joining the swarm" if config.join else "beginning a swarm") as progress:
-        node = Node(config, progress, lambda notice: _tell(notice, console), lambda span: _moved(span, console))
-        await node.__aenter__()
+    with console.progress("joining the swarm" if any(c.join for c in configs) else "beginning a swarm") as progress:
+        peer = Peer(configs, progress, lambda notice: _tell(notice, console), partial(_moved, console))
+        await peer.__aenter__()
     started = True
     try:
-        _announce(node.serving, config.model, console)
-        renewing = asyncio.create_task(node.run())
+        for node in peer.nodes:
+            _announce(node.serving, console)
+        console.say("Ctrl-C leaves the swarm in good order")
+        renewing = asyncio.create_task(peer.run())
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({renewing, stopping}, return_when=asyncio.FIRST_COMPLETED)
         tasks = [renewing, stopping]
         if not renewing.done():
-            if node.sessions:
+            if peer.sessions:
                 with unheard():
                     console.say("handing over the sessions that are here; Ctrl-C again leaves at once")
-            tasks += [asyncio.create_task(node.hand_over()), asyncio.create_task(at_once.wait())]
+            tasks += [asyncio.create_task(peer.hand_over()), asyncio.create_task(at_once.wait())]
             await asyncio.wait({renewing, *tasks[2:]}, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
@@ -192,7 +220,7 @@ async def _serve(config, console: Console, until_stdin_closes: bool) -> None:
     finally:
         with unheard():
             console.say("leaving the swarm")
-        await node.__aexit__(None, None, None)
+        await peer.__aexit__(None, None, None)
     console.event({"event": "left"})
 
 
@@ -210,27 +238,27 @@ def _tell(notice, console: Console) -> None:
         console.note(f"{notice.message}: {notice.advice}" if notice.advice else notice.message, style="")
 
 
-def _moved(span: Span, console: Console) -> None:
+def _moved(console: Console, model: str, span: Span) -> None:
     with unheard():
-        console.event({"event": "moved", "span": str(span)})
-        console.note(f"serving blocks {span} now: the swarm needs them more", style="")
+        console.event({"event": "moved", "model": model, "span": str(span)})
+        console.note(f"serving blocks {span} of {model} now: the swarm needs them more", style="")
 
 
-def _announce(serving, model: str, console: Console) -> None:
+def _announce(serving, console: Console) -> None:
     facts = asdict(serving)
     facts["span"] = str(serving.span)
     console.event({"event": "serving", **facts})
-    console.say(f"serving blocks {serving.span} of {serving.n_blocks} as {serving.peer_id}")
+    model = serving.model
+    console.say(f"serving {model}, blocks {serving.span} of {serving.n_blocks}, as {serving.peer_id}")
     mib = serving.weights_bytes / 2**20
     weights, room = f"{mib:.0f} MiB ({serving.dtype})", f"{serving.cache_positions:,} tokens of context"
     console.say(f"at {serving.address}; weights {weights}, room for {room}")
     if serving.metrics:
         console.say(f"metrics at {serving.metrics}")
-    console.say("join code:")
+    console.say(f"join code for {model}:")
     console.plain(serving.join_code)
     console.say(f"to help:    swarm serve {model} --join CODE")
     console.say(f"to use it:  swarm generate {model} 'Hello' --join CODE")
-    console.say("Ctrl-C leaves the swarm in good order")
 
 
 def main() -> None:

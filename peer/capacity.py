@@ -56,12 +56,16 @@ class Memory:
     free_bytes: int
     limit_bytes: int | None = None  # the owner's own (--max-memory)
     cache_bytes: int | None = None  # the owner's wish; None: as much as is right
+    models: int = 1  # that are to have equal parts of it
 
     def blocks_that_fit(self, block_bytes: int) -> int:
         """How many blocks fit beside their cache: the wished one, else as much again as the blocks. Something is left
         for the rest of the machine. Raises NotEnoughMemory if not even one does."""
         room = self._within_limit(self.free_bytes - RESERVE_BYTES)
-        count = room // (2 * block_bytes) if self.cache_bytes is None else (room - self.cache_bytes) // block_bytes
+        if self.cache_bytes is None:
+            count = room // self.models // (2 * block_bytes)
+        else:
+            count = (room - self.cache_bytes) // self.models // block_bytes
         if count < 1:
             raise self._too_little(f"one block takes {_mib(block_bytes)}")
         return count

@@ -1,4 +1,5 @@
-"""What a peer tells Prometheus: its figures, read from the objects that have them when somebody asks.
+"""What a peer tells Prometheus: its figures, read from the objects that have them when somebody asks; those of a model
+with its name and the beginning of its swarm's id as labels.
 
 Owns the names of the metrics and what each means. Nothing is kept here and nothing runs between two questions; the
 numbers are those of `counts.py` and of the peer's other parts, read on the event loop. Does not know HTTP
@@ -22,11 +23,12 @@ from prometheus_client.registry import Collector
 
 from peer.announcer import Announcer
 from peer.cache import SeatCache
-from peer.counts import Counts, Passes, Spread
+from peer.counts import Passes, Spread
 from peer.service import Service
 from routing.types import PeerRecord, PeerState
-from swarm.connection import Traffic
-from swarm.hive import Hive
+from swarm.frames import SWARM_BYTES
+from swarm.hive import Daemon, Hive
+from swarm.transport import Endpoint
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 PREFIX = "swarm_peer_"
@@ -39,33 +41,44 @@ class Metrics(Collector):
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._sources: list[Callable[[], Iterable[Metric]]] = []
-        self._of_service: list[Callable[[], Iterable[Metric]]] = []
+        self._of_process: list[Callable[[], Iterable[Metric]]] = []
+        self._of_models: list[tuple[dict[str, str], Callable[[], Iterable[Metric]]]] = []
         ProcessCollector(registry=self._registry)  # memory, processor seconds, open files, by their usual names
         self._registry.register(self)
 
     def collect(self) -> Families:
-        for source in (*self._of_service, *self._sources):
+        for source in self._of_process:
             yield from source()
+        families: dict[str, Metric] = {}
+        for labels, source in self._of_models:
+            for metric in source():
+                samples = [sample._replace(labels={**sample.labels, **labels}) for sample in metric.samples]
+                family = families.setdefault(metric.name, metric)
+                family.samples = samples if family is metric else family.samples + samples
+        yield from families.values()
 
     def page(self) -> bytes:
         """All of them in Prometheus' text format. Call it on the event loop: it reads what changes there."""
         return generate_latest(self._registry)
 
-    def watch_service(self, service: Service, traffic: Traffic) -> None:
-        """Sessions, cache, passes, links; called again, of another service instead."""
-        self._of_service = [
-            lambda: _sessions(service),
-            lambda: _cache(service),
-            lambda: _work(service),
-            lambda: _healing(service.table.counts),
-            lambda: _links(service, traffic),
-        ]
+    def watch_process(self, endpoint: Endpoint, daemon: Daemon) -> None:
+        """Links, traffic, p2pd."""
+        self._of_process += [lambda: _links(endpoint), lambda: _daemon(daemon)]
 
-    def watch_directory(self, record: Callable[[], PeerRecord], announcer: Announcer, hive: Hive) -> None:
-        """What this peer says of itself in the swarm's directory, and the daemon that carries it. `record` describes
-        the peer as it is now."""
-        self._sources.append(lambda: _directory(record(), announcer, hive))
+    def watch_service(self, model: str, swarm_id: bytes, service: Callable[[], Service]) -> None:
+        """Sessions, cache, passes of a model: of the service that has new sessions now."""
+        for figures in (_sessions, _cache, _work, _healing):
+            self._watch(model, swarm_id, lambda figures=figures: figures(service()))  # type: ignore[misc]
+
+    def watch_directory(
+        self, model: str, swarm_id: bytes, record: Callable[[], PeerRecord], announcer: Announcer, hive: Hive
+    ) -> None:
+        """What this peer says of itself in a swarm's directory. `record` describes the peer as it is now."""
+        self._watch(model, swarm_id, lambda: _directory(record(), announcer, hive))
+
+    def _watch(self, model: str, swarm_id: bytes, source: Callable[[], Iterable[Metric]]) -> None:
+        labels = {"model": model, "swarm": swarm_id[:SWARM_BYTES].hex()}
+        self._of_models.append((labels, source))
 
 
 # -- by what they are about ------------------------------------------------------------------------------------
@@ -136,7 +149,8 @@ def _work(service: Service) -> Families:
     yield _gauge("prefill_block_seconds", "The same of one token of a long chunk.", load.prefill_s)
 
 
-def _healing(counts: Counts) -> Families:
+def _healing(service: Service) -> Families:
+    counts = service.table.counts
     what = "Times that positions were missing here and asked for: after a loss, or where a beginning seemed shared."
     yield _counter("gaps", what, counts.gaps)
     yield _counter("replayed_positions", "Positions sent again to a hop that missed them.", counts.replayed)
@@ -148,9 +162,9 @@ def _healing(counts: Counts) -> Families:
     )  # fmt: skip
 
 
-def _links(service: Service, traffic: Traffic) -> Families:
-    roles = {"client": 0, "peer": 0}
-    for link in service.links:
+def _links(endpoint: Endpoint) -> Families:
+    roles, traffic = {"client": 0, "peer": 0}, endpoint.traffic
+    for link in endpoint.links:
         roles[link.role] += 1
     links = GaugeMetricFamily(PREFIX + "links", "Connections, by who is at the other end.", labels=["to"])
     for role, number in roles.items():
@@ -162,13 +176,16 @@ def _links(service: Service, traffic: Traffic) -> Families:
     yield _labelled("traffic_bytes", "Their bytes, without encryption.", "direction", nbytes)
 
 
+def _daemon(daemon: Daemon) -> Families:
+    yield _counter("p2pd_restarts", "Times that p2pd died and was started again.", daemon.restarts)
+
+
 def _directory(record: PeerRecord, announcer: Announcer, hive: Hive) -> Families:
     info = InfoMetricFamily(PREFIX[:-1], "This peer.")
     info.add_metric([], {"peer_id": record.peer_id, "blocks": str(record.span)})
     yield info
     states = {state.name.lower(): state is record.state for state in PeerState}
     yield StateSetMetricFamily(PREFIX + "state", "What this peer says of itself.", states)
-    yield _counter("p2pd_restarts", "Times that p2pd died and was started again.", hive.restarts)
     yield _counter("record_failures", "Renewals of the record that came to nothing.", announcer.failures)
     stored = announcer.announced
     if stored is not None:

@@ -1,4 +1,4 @@
-"""A peer from start to goodbye: identity, model, span, blocks, links, record. Everything it starts, it ends.
+"""A peer as a node of one swarm: model, span, blocks, sessions, record. What all its nodes share is in `peer.py`.
 
 Slow parts run side by side: p2pd starts while the model is opened, blocks load while the directory is read.
 """
@@ -10,58 +10,41 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
-
-import torch
 
 from peer import devices
 from peer.announcer import Announcer
 from peer.blocks import Blocks, estimated_block_bytes
 from peer.borrowed import Borrowed
-from peer.cache import CacheBudget
-from peer.capacity import Memory, Speed, free_memory, measure
+from peer.capacity import Speed, measure
 from peer.config import PeerConfig
-from peer.cuda import check_device
 from peer.measured import measured, setting_of
 from peer.outside import Outside
 from peer.quantizing import choose
 from peer.rebalancing import Rebalancing
-from peer.scrape import MetricsServer
 from peer.service import Service
 from peer.succession import Succession
 from routing.errors import BadInput, ModelNotFound, NotEnoughMemory
 from routing.placement import best_span
-from routing.reach import Notice
 from routing.rebalancing import with_leases
 from routing.types import PeerRecord, PeerState, Span
 from routing.view import RecordsSeen, View, apply
 from swarm import manifest as manifests
-from swarm import native
 from swarm.about import ABOUT, About, public_name
-from swarm.addresses import local_addresses
-from swarm.changes import serve_changes
 from swarm.checkpoint import Checkpoint, open_checkpoint
 from swarm.client import MANIFEST, fetch_manifest
-from swarm.compute import ComputeThread
-from swarm.discovery import Directory, Sequences
+from swarm.discovery import Directory
 from swarm.families import Family, family_of, text_config
 from swarm.hive import Hive
-from swarm.identity import Identity
 from swarm.joincode import JoinCode
 from swarm.leases import Leases
 from swarm.lending import lend
-from swarm.p2pd import refuse_taken_port
-from swarm.paths import earlier_peers, free_peer_key, held
-from swarm.progress import Progress, silent
 from swarm.quantized import NONE
 from swarm.reach import Doorbell
-from swarm.records import RecordPolicy
 from swarm.tasks import until_one_ends
-from swarm.transport import Endpoint
 
 if TYPE_CHECKING:
-    from peer.metrics import Metrics
+    from peer.peer import Peer
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +55,9 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """What a peer tells its owner once it serves."""
+    """What a peer tells its owner once it serves a model."""
 
+    model: str
     peer_id: str
     span: Span
     n_blocks: int
@@ -87,22 +71,11 @@ class Serving:
 
 
 class Node:
-    """`async with Node(config) as node:` serves until it is left."""
+    """`load`, `make_ready` and `serve`, in this order; what they start ends with the stack that they are given."""
 
-    def __init__(
-        self,
-        config: PeerConfig,
-        progress: Progress = silent,
-        tell: Callable[[Notice], None] | None = None,
-        moved: Callable[[Span], None] | None = None,
-    ):
-        """`tell` is called with what the owner should know of this peer's reachability, `moved` when it serves other
-        blocks than before."""
-        self.config, self._progress, self._tell, self._moved = config, progress, tell or _nobody, moved or _nobody
-        self._stack = AsyncExitStack()
-        self._key_path: Path
-        self._identity: Identity
-        self._thread: ComputeThread
+    def __init__(self, config: PeerConfig, peer: Peer):
+        self.config, self._peer = config, peer
+        self.weights_bytes = 0  # once they are loaded
         self._checkpoint: Checkpoint
         self._borrowed: Borrowed | None = None  # where the model is not on this disk
         self._family: Family
@@ -115,34 +88,14 @@ class Node:
         self._leases: Leases
         self._span: Span
         self._capacity = 0  # blocks, if it may choose
-        self._int8_value_s = 0.0
         self._service: Service
+        self._speed: Speed  # when it began
         self._succession: Succession
+        self._announcing: asyncio.Task[None]  # that its blocks are about to be served
         self._announcer: Announcer
         self._outside: Outside
-        self._metrics: Metrics | None = None
-        self._metrics_url: str | None = None
         self._state = PeerState.JOINING
-        self._addresses: tuple[str, ...] = ()
         self.serving: Serving
-
-    async def __aenter__(self) -> Node:
-        if self.config.direct and self.config.port:
-            refuse_taken_port(self.config.host, self.config.port)  # now, not when all weights are loaded
-        check_device(self.config.quantize, self.config.device)
-        async with AsyncExitStack() as stack:
-            await self._open_metrics(stack)
-            self._take_identity(stack)
-            native.load()
-            thread = ComputeThread(threads=self._threads(), nice=self.config.nice)
-            self._thread = await stack.enter_async_context(thread)
-            blocks = await self._join_and_load(stack)
-            await self._serve(stack, blocks)
-            self._stack = stack.pop_all()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
 
     async def run(self) -> None:
         """Keep the record alive until cancelled. Raises SwarmError if the service fails."""
@@ -157,46 +110,29 @@ class Node:
         return self._succession.sessions
 
     async def hand_over(self) -> None:
-        """Before it is left: no new sessions, and time for the clients to move those that are here. `run` goes on
-        meanwhile."""
-        if not self.sessions:
-            return
+        """No new sessions, and time for the clients to move those that are here."""
         self._state = PeerState.DRAINING
         self._announcer.renew_soon()
         await self._succession.hand_over()
 
     # -- start -----------------------------------------------------------------------------------------------
 
-    async def _open_metrics(self, stack: AsyncExitStack) -> None:
-        """The page is there from the start: a port that is taken is told now, and it outlives what it shows."""
-        if self.config.metrics_port is None:
-            return
-        from peer.metrics import CONTENT_TYPE, Metrics  # whoever wants no metrics need not wait for their library
+    async def load(self, stack: AsyncExitStack) -> Blocks:
+        """Join or begin the swarm, and load the blocks; p2pd starts while the model is read."""
+        blocks = await self._join_and_load(stack)
+        self.weights_bytes = blocks.nbytes
+        # Other models may load for longer than a record lives.
+        self._announcing = asyncio.create_task(Announcer(self._directory, self.record, self.config.renew_s).run())
+        stack.push_async_callback(self._end_announcing)
+        return blocks
 
-        self._metrics = Metrics()
-        server = MetricsServer(self._metrics.page, CONTENT_TYPE)
-        stack.push_async_callback(server.close)
-        self._metrics_url = await server.listen(self.config.metrics_host, self.config.metrics_port)
-
-    def _take_identity(self, stack: AsyncExitStack) -> None:
-        wanted = self.config.identity_path
-        path = stack.enter_context(held(wanted) if wanted else free_peer_key())
-        if path is None:
-            raise BadInput(f"another process uses the identity {wanted}")
-        self._key_path, self._identity = path, Identity.load_or_create(path)
-
-    def _threads(self) -> int | None:
-        """Unless the owner says how many: all cores for the first peer on a machine, half of them for the second, a
-        third for the third. Nobody gives any back, so n peers have at most 1 + ln n threads a core, not n."""
-        config = self.config
-        if config.threads is not None or config.identity_path is not None:
-            return config.threads
-        return max(1, torch.get_num_threads() // (1 + earlier_peers(self._key_path)))
+    async def _end_announcing(self) -> None:
+        self._announcing.cancel()
+        await asyncio.gather(self._announcing, return_exceptions=True)
 
     async def _join_and_load(self, stack: AsyncExitStack) -> Blocks:
-        """Join or begin the swarm, and load the blocks; p2pd starts while the model is read."""
         join = JoinCode.parse(self.config.join) if self.config.join else None
-        starting = Starting(self._start_hive(join.bootstrap, join.fingerprint)) if join else None
+        starting = Starting(self._peer.hive(join.bootstrap, join.fingerprint)) if join else None
         async with AsyncExitStack() as failed:
             if starting:
                 failed.push_async_callback(starting.undo)
@@ -234,9 +170,9 @@ class Node:
     async def _found(self, stack: AsyncExitStack) -> Blocks:
         """Begin a swarm: the whole checkpoint is here, and its manifest names the swarm."""
         self._span = await self._choose()  # before all of a model is read that does not fit
-        self._manifest = await asyncio.to_thread(manifests.build, self._checkpoint, self._progress)
+        self._manifest = await asyncio.to_thread(manifests.build, self._checkpoint, self._peer.progress)
         self._fingerprint = manifests.fingerprint(self._manifest)
-        starting = Starting(self._start_hive((), self._fingerprint))
+        starting = Starting(self._peer.hive((), self._fingerprint))
         async with AsyncExitStack() as failed:
             failed.push_async_callback(starting.undo)
             blocks = await self._compute(self._load, self._span, None)
@@ -249,7 +185,7 @@ class Node:
     def _open_model(self, others_may_have_it: bool) -> ModelNotFound | None:
         """Why it is not here, where that need not be the end."""
         try:
-            self._use(open_checkpoint(self.config.model, progress=self._progress))
+            self._use(open_checkpoint(self.config.model, progress=self._peer.progress))
         except ModelNotFound as error:
             if not others_may_have_it:
                 raise
@@ -257,34 +193,17 @@ class Node:
         return None
 
     async def _choose_quantization(self) -> None:
-        self._quantization = await choose(self.config, self._checkpoint.config, self._family, self._thread)
+        thread = self._peer.thread
+        self._quantization = await choose(self.config, self._checkpoint.config, self._family, thread)
 
     def _use(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._family = family_of(self._checkpoint.config)
         self._n_blocks = self._family.n_blocks(text_config(self._checkpoint.config))
 
-    async def _start_hive(self, bootstrap: Sequence[str], fingerprint: bytes) -> Hive:
-        config = self.config
-        hive = await Hive.start(
-            identity=self._identity,
-            bootstrap=bootstrap,
-            host=config.host,
-            port=config.dht_port,
-            record_policy=RecordPolicy(fingerprint),
-            startup_timeout_s=config.startup_timeout_s,
-            daemon=config.daemon,
-        )
-        try:
-            await serve_changes(hive)  # it stores others' records from now on
-        except BaseException:
-            await hive.close()
-            raise
-        return hive
-
     def _open_directory(self) -> None:
-        sequences = Sequences.beside(self._key_path)
-        hive, identity, swarm_id = self._hive, self._identity, self._fingerprint
+        hive, identity, sequences = self._hive, self._peer.identity, self._peer.sequences
+        swarm_id = self._fingerprint
         self._directory = Directory(hive, identity, swarm_id, self._n_blocks, sequences=sequences)
         self._leases = Leases(hive, identity, swarm_id, sequences)
 
@@ -294,14 +213,14 @@ class Node:
         if wanted is not None:
             if wanted.end > self._n_blocks:
                 raise BadInput(f"there are no blocks {wanted}: the model has {self._n_blocks}")
-            self._memory().check(wanted, self._block_bytes())
+            self._peer.memory(self).check(wanted, self._block_bytes())
             return wanted
         view, now = View({}, self._n_blocks), 0.0
         if self.config.join:
             now = self._hive.dht_time()
             records, leases = await asyncio.gather(self._directory.refresh(), self._leases.read())
             view = with_leases(apply(view, RecordsSeen(records)), leases)
-        fit = self._memory().blocks_that_fit(self._block_bytes())
+        fit = self._peer.memory(self).blocks_that_fit(self._block_bytes())
         self._capacity = min(self._n_blocks, fit, self.config.most_blocks or fit)
         return best_span(view, self._n_blocks, self._capacity, now)
 
@@ -311,20 +230,11 @@ class Node:
         dtype, quantization = self.config.torch_dtype, self._quantization
         return max(estimated_block_bytes(config, self._family, i, dtype, quantization) for i in some)
 
-    def _memory(self, taken_bytes: int = 0) -> Memory:
-        """`taken_bytes`: of the owner's limit."""
-        config, limit = self.config, self.config.max_memory_bytes
-        return Memory(
-            free_bytes=free_memory(config.device),
-            limit_bytes=None if limit is None else max(0, limit - taken_bytes),
-            cache_bytes=config.cache_bytes,
-        )
-
     async def _fetch(self, span: Span) -> None:
         """The weights of `span` from other peers, where the model is not on this disk."""
         if self._borrowed is not None:
             records = await self._directory.refresh()
-            await self._borrowed.fetch(self._checkpoint, self._family, span, records, self._progress)
+            await self._borrowed.fetch(self._checkpoint, self._family, span, records, self._peer.progress)
 
     def _check(self, names: Sequence[str]) -> None:
         """Tensors of a swarm that was joined must be those of its manifest; a founder's have just made it."""
@@ -338,7 +248,7 @@ class Node:
             span,
             config.torch_dtype,
             config.device,
-            self._progress,
+            self._peer.progress,
             quantization=self._quantization,
             check=check,
         )
@@ -346,63 +256,61 @@ class Node:
     async def _compute(self, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """On the compute thread. Raises NotEnoughMemory or DeviceLost for what torch and the system say of it."""
         try:
-            return await self._thread.run(work, *args, **kwargs)
+            return await self._peer.thread.run(work, *args, **kwargs)
         except (RuntimeError, MemoryError, OSError) as error:
-            named = await self._thread.run(devices.failure, error, self.config.device)
+            named = await self._peer.thread.run(devices.failure, error, self.config.device)
             if named is None:
                 raise
             raise named from error
 
-    async def _serve(self, stack: AsyncExitStack, blocks: Blocks) -> None:
-        config, hive, peer_id = self.config, self._hive, self._identity.peer_id
-        speed = await self._compute(self._measured, blocks)
-        self._int8_value_s = speed.int8_value_s
-        self._service = self._make_service(blocks, speed)
+    async def make_ready(self, blocks: Blocks, stack: AsyncExitStack) -> None:
+        """For sessions on `blocks`, before the peer has links."""
+        self._speed = await self._compute(self._measured, blocks)
+        self._service = self._make_service(blocks, self._speed)
         self._succession = Succession(self._service)
         stack.push_async_callback(self._succession.close)
-        endpoint = self._endpoint = Endpoint(
-            identity=self._identity,
-            role="peer",
-            handler=self._succession,
-            heartbeat=config.heartbeat,
-            streams=hive,
-            direct=config.direct,
-            active=lambda: self._succession.computed_sessions,
-        )
-        await stack.enter_async_context(endpoint)
-        if config.direct:
-            listening = await endpoint.listen(config.host, config.port)
-            self._addresses = config.announce or local_addresses(listening)
-        self._service.start(endpoint)
+        self._peer.switchboard.add(self._fingerprint, self._succession)
+
+    async def serve(self, stack: AsyncExitStack) -> None:
+        """Take sessions, and tell the swarm."""
+        hive, peer, service = self._hive, self._peer, self._service
+        service.start(peer.endpoint)
         manifest = manifests.to_bytes(self._manifest)
         await hive.serve_blob(MANIFEST, lambda: manifest)
         bootstrap = tuple(await hive.addresses())
         await lend(hive, self._checkpoint)
         about = self._about(bootstrap).to_bytes()
         await hive.serve_blob(ABOUT, lambda: about)
-        await Doorbell(hive, self._directory, self._addresses).serve()
-        self._outside = Outside(hive, self._directory, self._addresses, self._tell)
-        self._announcer = Announcer(self._directory, self.record, config.renew_s)
+        await Doorbell(hive, self._directory, peer.addresses).serve()
+        self._outside = Outside(hive, self._directory, peer.addresses, peer.tell)
+        await self._end_announcing()
+        self._announcer = Announcer(self._directory, self.record, self.config.renew_s)
         self._state = PeerState.SERVING
         await self._announcer.announce()
         stack.push_async_callback(self._announcer.leave)
-        hive.on_restart.append(self._announce_again)
-        if self._metrics is not None:
-            self._metrics.watch_service(self._service, endpoint.traffic)
-            self._metrics.watch_directory(self.record, self._announcer, hive)
+        hive.daemon.on_restart.append(self._announce_again)
+        if peer.metrics is not None:
+            peer.metrics.watch_service(self.name, self._fingerprint, lambda: self._service)
+            peer.metrics.watch_directory(self.name, self._fingerprint, self.record, self._announcer, hive)
         code = JoinCode(bootstrap=bootstrap, fingerprint=self._fingerprint)
         self.serving = Serving(
-            peer_id=peer_id,
+            model=self.config.model,
+            peer_id=service.me,
             span=self._span,
             n_blocks=self._n_blocks,
             join_code=code.encode(),
-            address=", ".join(self._addresses) or "only through the swarm's own network",
-            weights_bytes=blocks.nbytes,
+            address=", ".join(peer.addresses) or "only through the swarm's own network",
+            weights_bytes=self.weights_bytes,
             dtype=self._dtype,
-            cache_positions=self._positions(self._service.budget.limit_bytes),
-            speed=speed,
-            metrics=self._metrics_url,
+            cache_positions=self._positions(service.budget.limit_bytes),
+            speed=self._speed,
+            metrics=peer.metrics_url,
         )
+
+    @property
+    def name(self) -> str:
+        """Of its model, in front of others."""
+        return public_name(self.config.model)
 
     @property
     def _dtype(self) -> str:
@@ -414,14 +322,15 @@ class Node:
         return measured(blocks, setting, self._checkpoint.cache_dir / "measured", measure)
 
     def _make_service(self, blocks: Blocks, speed: Speed) -> Service:
-        budget = CacheBudget(self._memory().for_cache(blocks.nbytes))
-        return Service(me=self._identity.peer_id, blocks=blocks, budget=budget, thread=self._thread, speed=speed)
+        peer = self._peer
+        budget = peer.cache(self, blocks)
+        return Service(me=peer.identity.peer_id, blocks=blocks, budget=budget, thread=peer.thread, speed=speed)
 
     # -- other blocks ----------------------------------------------------------------------------------------
 
     def _rebalancing(self) -> Rebalancing:
         return Rebalancing(
-            me=self._identity.peer_id,
+            me=self._peer.identity.peer_id,
             n_blocks=self._n_blocks,
             capacity=self._capacity,
             directory=self._directory,
@@ -435,7 +344,7 @@ class Node:
         """Off the compute thread, which goes on serving. Raises NotEnoughMemory if both spans do not fit: then the old
         one stays, since nobody is to notice a move."""
         taken = self._service.blocks.nbytes + self._service.budget.used_bytes
-        if self._memory(taken).blocks_that_fit(self._block_bytes()) < len(span):
+        if self._peer.memory(self, taken).blocks_that_fit(self._block_bytes()) < len(span):
             raise NotEnoughMemory(f"blocks {span} do not fit beside {self._span}")
         await self._fetch(span)
         return await asyncio.to_thread(self._load, span, self._check)
@@ -446,12 +355,10 @@ class Node:
             return
         load = self._service.load  # the machine is the same, and so is a block
         self._service = self._make_service(blocks, Speed(decode={1: load.decode_s}, prefill={1: load.prefill_s}))
-        self._span = blocks.span
-        self._succession.succeed(self._service, self._endpoint)
-        if self._metrics is not None:
-            self._metrics.watch_service(self._service, self._endpoint.traffic)
+        self._span, self.weights_bytes = blocks.span, blocks.nbytes
+        self._succession.succeed(self._service, self._peer.endpoint)
         self._announcer.renew_soon()
-        self._moved(blocks.span)
+        self._peer.moved(self.config.model, blocks.span)
         await self._succession.retire()
 
     # -- what others see -------------------------------------------------------------------------------------
@@ -462,27 +369,27 @@ class Node:
     def record(self) -> PeerRecord:
         """This peer as it is now. Until it serves there is no more to tell than who it is, and its blocks."""
         if self._state is PeerState.JOINING:
-            return PeerRecord(peer_id=self._identity.peer_id, span=self._span, state=self._state)
+            return PeerRecord(peer_id=self._peer.identity.peer_id, span=self._span, state=self._state)
         service = self._service
         return PeerRecord(
             peer_id=service.me,
             span=self._span,
             state=self._state,
-            addresses=self._addresses,
+            addresses=self._peer.addresses,
             decode_s=service.load.decode_s,
             prefill_s=service.load.prefill_s,
             queue_s=service.load.queue_s,
             cache_free=self._positions(service.free_cache_bytes),
             cache_total=self._positions(service.budget.limit_bytes),
-            place=place if (place := self._endpoint.coordinates.coordinate).known else None,
+            place=place if (place := self._peer.endpoint.coordinates.coordinate).known else None,
             dtype=self._dtype,
             region=self.config.region.lower(),
-            int8_value_s=self._int8_value_s,
+            int8_value_s=self._speed.int8_value_s,
         )
 
     def _about(self, bootstrap: tuple[str, ...]) -> About:
         return About(
-            model=public_name(self.config.model),
+            model=self.name,
             family=self._family.name,
             n_blocks=self._n_blocks,
             dtype=self.config.dtype,
@@ -491,10 +398,6 @@ class Node:
 
     def _positions(self, nbytes: int) -> int:
         return nbytes // self._service.blocks.shape.position_bytes(len(self._span))
-
-
-def _nobody(_: object) -> None:
-    pass
 
 
 class Starting:

@@ -11,18 +11,18 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
 
 from peer import devices
+from peer.batch import Batch
 from peer.blocks import Blocks
 from peer.cache import CacheBudget, SeatCache
 from peer.capacity import Speed
-from peer.counts import Passes
 from peer.effects import Prepare, Reach, Run, Sender, SessionLimits, ToLink, ToPeer
-from peer.executor import Executor, Pass, PassItem
+from peer.executor import Executor, PassItem
 from peer.scheduler import Scheduler
 from peer.seats import Work
 from peer.sessions import SessionTable
@@ -70,32 +70,6 @@ class Load:
         self.queue_s += SMOOTHING * (seconds - self.queue_s)
 
 
-@dataclass(slots=True)
-class _Done:
-    """What became of one work in a pass."""
-
-    work: Work
-    problem: Problem | None = None
-
-
-class _Batch:
-    """The works of one pass, from the queue to their end."""
-
-    def __init__(self, works: list[Work], begun: float, passes: Passes):
-        self.done = [_Done(work) for work in works]
-        self.begun = begun
-        self.passes = passes  # those of its kind
-        self.running: list[_Done] = []  # those whose rows could be read
-        self.items: list[PassItem] = []  # theirs
-        self.packed: Pass | None = None
-        self.seconds = 0.0  # of computing
-
-    @property
-    def waits(self) -> bool:
-        """Nobody wants it soon."""
-        return all(done.work.background for done in self.done)
-
-
 class Service:
     def __init__(
         self,
@@ -109,10 +83,10 @@ class Service:
     ):
         self.me, self.blocks, self.budget = me, blocks, budget
         self.load = Load(speed.decode_s, speed.prefill_s)
-        self._thread, self._executor = thread, Executor(blocks)
+        self._lane, self._executor = thread.lane(), Executor(blocks)
         self._scheduler = Scheduler()
-        self._prefill: _Batch | None = None  # under way
-        self._background: _Batch | None = None  # under way, too
+        self._prefill: Batch | None = None  # under way
+        self._background: Batch | None = None  # under way, too
         self._decode_pass_s = speed.decode_s * len(blocks.span)
         self._endpoint: Endpoint | None = None
         self._tasks = Tasks()
@@ -124,7 +98,7 @@ class Service:
         self._acting = False
         self._device_lost: DeviceLost | None = None
         self.passes = 0
-        self.beside: Service | None = None  # of this peer, with the same links, while it moves to other blocks
+        self.fellows = [self]  # all services of this peer, with the same links: of other models, or the one before
         hidden = blocks.shape.hidden
         self.table = SessionTable(
             me=me,
@@ -149,7 +123,7 @@ class Service:
         """Before the end: until the clients have moved their sessions elsewhere, or nothing is heard of those that they
         cannot move."""
         self.table.leave(time.monotonic())
-        self._act()
+        self.act()
         for _ in range(round(most_s / LOOK_S)):
             if not self.sessions:
                 break
@@ -173,8 +147,8 @@ class Service:
     @property
     def free_cache_bytes(self) -> int:
         """What sessions may still take: what closed ones left goes first."""
-        kept = (store for store in self.table.prefixes.stores() if isinstance(store, SeatCache))
-        return self.budget.free_bytes + sum(store.nbytes for store in kept)
+        kept = (store for service in self._sharers for store in service.table.prefixes.stores())
+        return self.budget.free_bytes + sum(store.nbytes for store in kept if isinstance(store, SeatCache))
 
     @property
     def computed_sessions(self) -> int:
@@ -207,7 +181,7 @@ class Service:
     def frame_received(self, link: Link, frame: Frame) -> None:
         try:
             self.table.receive(frame, Sender(link.remote, link.role, link), time.monotonic())
-            self._act()
+            self.act()
         except RuntimeError as error:  # torch's: what is answered from a journal lies on the device
             if not self._lose_device(error):
                 raise
@@ -220,11 +194,11 @@ class Service:
             self.table.link_lost(link.remote, reason, now)
         else:
             self.table.client_lost(link, now)
-        self._act()
+        self.act()
 
     # -- effects ---------------------------------------------------------------------------------------------
 
-    def _act(self) -> None:
+    def act(self) -> None:
         """Carry out what the table decided. Frames to ourselves may bring new effects: until none is left."""
         if self._acting:
             return
@@ -316,12 +290,11 @@ class Service:
     def _lost(self, peer_id: PeerId, reason: str) -> None:
         self._queued.pop(peer_id, None)
         self.table.link_lost(peer_id, reason, time.monotonic())
-        self._act()
+        self.act()
 
     def _needs(self, peer_id: PeerId) -> bool:
         """Whether a session here stands next to that peer."""
-        services = (self, self.beside) if self.beside is not None else (self,)
-        return any(service.stands_next_to(peer_id) for service in services)
+        return any(service.stands_next_to(peer_id) for service in self.fellows)
 
     def stands_next_to(self, peer_id: PeerId) -> bool:
         return any(peer_id == hop.peer_id for session in self.table.sessions.values() for hop in session.places)
@@ -333,14 +306,29 @@ class Service:
 
     def _admit(self, layers: int, positions: int) -> bool:
         wanted = layers and positions * self.blocks.shape.position_bytes(layers)
-        return self.table.reclaim(lambda: self.budget.free_bytes >= wanted)
+        return self._reclaim(lambda: self.budget.free_bytes >= wanted)
+
+    @property
+    def _sharers(self) -> list[Service]:
+        """Those whose sessions live of the same memory, this one first."""
+        others = [service for service in self.fellows if service is not self and service.budget is self.budget]
+        return [self, *others]
+
+    def _reclaim(self, enough: Callable[[], bool]) -> bool:
+        """Evict until `enough`: here, then where another model's sessions hold what they do not need now."""
+        for service in self._sharers:
+            if service.table.reclaim(enough):
+                break
+        for service in self._sharers[1:]:
+            service.act()
+        return enough()
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self.table.tick(time.monotonic())
             self._unwatch()
-            self._act()
+            self.act()
 
     def _unwatch(self) -> None:
         """No heartbeats where no session is open."""
@@ -356,7 +344,7 @@ class Service:
         for step in self.blocks.few_rows.measuring(linears[:MEASURED_WEIGHTS]):
             if self._busy:
                 await asyncio.sleep(TUNE_LATER_S)
-            await self._thread.run(step)
+            await self._lane.run(step)
 
     # -- passes ----------------------------------------------------------------------------------------------
 
@@ -375,17 +363,17 @@ class Service:
         self._hurry()
         steps = self._with_room(self._scheduler.next_decode(self._decode_share()))
         if steps:
-            batch = _Batch(steps, time.monotonic(), counts.decode)
-            await self._thread.run(self._advance, batch, math.inf)
+            batch = Batch(steps, counts.decode)
+            await self._lane.run(self._advance, batch, math.inf)
             self._decode_pass_s += SMOOTHING * (batch.seconds - self._decode_pass_s)
             self._finish(batch)
         if self._prefill is None:
             chunks = self._with_room(self._scheduler.next_prefill())
-            self._prefill = _Batch(chunks, time.monotonic(), counts.prefill) if chunks else None
+            self._prefill = Batch(chunks, counts.prefill) if chunks else None
         if self._prefill is not None:
             # Without a share of its own, prefill would never end while many sessions decode.
             least_s = PREFILL_SHARE * self._decode_pass_s if steps else 0.0
-            if await self._thread.run(self._advance, self._prefill, least_s):
+            if await self._lane.run(self._advance, self._prefill, least_s):
                 batch, self._prefill = self._prefill, None
                 self._finish(batch)
             return True
@@ -393,10 +381,10 @@ class Service:
             return True
         if self._background is None:
             works = self._with_room(self._scheduler.next_background())
-            self._background = _Batch(works, time.monotonic(), counts.standby) if works else None
+            self._background = Batch(works, counts.standby) if works else None
         if self._background is None:
             return False
-        if await self._thread.run(self._advance, self._background, 0.0):
+        if await self._lane.run(self._advance, self._background, 0.0):
             batch, self._background = self._background, None
             self._finish(batch)
         return True
@@ -427,23 +415,29 @@ class Service:
         if self.budget.claim(seat, work.end):
             return True
         if not work.background:
-            self.table.reclaim(lambda: self.budget.can_hold(seat, work.end))
+            self._reclaim(lambda: self.budget.can_hold(seat, work.end))
         if self.budget.claim(seat, work.end):
             return True
         self.table.failed(work, Problem("busy", "no room in the cache"), time.monotonic())
-        self._act()
+        self.act()
         return False
 
-    def _advance(self, batch: _Batch, least_s: float) -> bool:
-        """On the compute thread. Left after any block, and at least so many seconds, when decode steps wait. Whether
-        the end was reached."""
+    def _advance(self, batch: Batch, least_s: float) -> bool:
+        """On the compute thread. Left after any block when another service is due, or decode steps wait here and it had
+        at least so many seconds; never if these are infinite. Whether the end was reached."""
+
+        def enough(seconds: float) -> bool:
+            mine = self._others_wait(batch) and seconds >= least_s
+            return mine or (self._lane.gives_way and math.isfinite(least_s))
+
         try:
             if batch.packed is None:
+                batch.begun = time.monotonic()
                 batch.items = self._good_input(batch)
                 if not batch.items:
                     return True
                 batch.packed = self._executor.begin(batch.items)
-            if not batch.packed.advance(lambda seconds: self._others_wait(batch) and seconds >= least_s):
+            if not batch.packed.advance(enough):
                 return False
         except (BadInput, Overloaded, RuntimeError, MemoryError) as error:  # RuntimeError: whatever torch cannot do
             log.exception("a pass failed")
@@ -471,7 +465,7 @@ class Service:
         assert self._device_lost is not None
         raise self._device_lost
 
-    def _others_wait(self, batch: _Batch) -> bool:
+    def _others_wait(self, batch: Batch) -> bool:
         return self._scheduler.foreground_waits if batch.waits else self._scheduler.decode_waits
 
     def _not_finite(self, work: Work, hidden: torch.Tensor) -> Problem:
@@ -481,7 +475,7 @@ class Service:
         edge = (self.table.upstream_of(work), self.me)
         return Problem("nonfinite-input", "the input has values that are not finite", edge)
 
-    def _good_input(self, batch: _Batch) -> list[PassItem]:
+    def _good_input(self, batch: Batch) -> list[PassItem]:
         """A work whose rows cannot be read is left out; all others run."""
         items = []
         for entry in batch.done:
@@ -509,10 +503,10 @@ class Service:
             raise ProtocolError(f"{rows.shape[0]} rows for {frame.end - frame.start} positions")
         return rows
 
-    def _finish(self, batch: _Batch) -> None:
+    def _finish(self, batch: Batch) -> None:
         self.passes += 1
         self._learn(batch)
-        self._count(batch)
+        batch.count()
         now = time.monotonic()
         for entry in batch.done:
             work = entry.work
@@ -522,24 +516,11 @@ class Service:
             else:
                 log.warning("session %s: %s", work.seat.session.id.hex()[:8], entry.problem.message)
                 self.table.failed(work, entry.problem, now)
-            self._act()
+            self.act()
         if self._device_lost is not None:  # their clients know it by now, all others will when the links end
             raise self._device_lost
 
-    @staticmethod
-    def _count(batch: _Batch) -> None:
-        passes, rows = batch.passes, 0
-        for entry in batch.done:
-            if entry.problem is None:
-                work = entry.work
-                rows += work.end - work.start
-                passes.queue_s.add(max(0.0, batch.begun - work.arrived))
-                passes.compute_s.add(batch.seconds)
-        passes.busy_s += batch.seconds
-        if rows:
-            passes.rows.add(rows)
-
-    def _learn(self, batch: _Batch) -> None:
+    def _learn(self, batch: Batch) -> None:
         works = [entry.work for entry in batch.done]
         for work in works:
             if not work.background:

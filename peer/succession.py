@@ -70,7 +70,8 @@ class Succession:
     def succeed(self, service: Service, endpoint: Endpoint) -> None:
         """New sessions go to `service` from now on."""
         former, self._former, self.current = self.current, self.current, service
-        former.beside, service.beside = service, former
+        service.fellows = former.fellows
+        service.fellows.append(service)
         service.start(endpoint)
         for link in list(former.links):
             service.link_opened(link)
@@ -84,7 +85,8 @@ class Succession:
         told = _clients(former)
         await former.hand_over(RETIRE_S)
         await former.close()
-        self._former = self.current.beside = None
+        self._former = None
+        former.fellows.remove(former)
         self._changed.set()
         for link in told - _clients(self.current):
             assert isinstance(link, Link)

@@ -41,7 +41,7 @@ from swarm.codec import encode_rows, encodings, int8_value_s, lossless_codec, na
 from swarm.compute import ComputeThread
 from swarm.discovery import Directory
 from swarm.families import Family, text_config
-from swarm.frames import Codec, Frame
+from swarm.frames import Codec, Frame, new_session
 from swarm.head import Head
 from swarm.hive import Hive
 from swarm.identity import Identity
@@ -194,7 +194,7 @@ class SwarmClient:
         await self._check_model(hive)
         self._directory = Directory(hive, identity, self.join.fingerprint, self.n_blocks)
         self._dht_time = hive.dht_time
-        return hive
+        return hive.daemon
 
     async def _check_model(self, hive: Hive) -> None:
         manifest = await fetch_manifest(hive, self.join, self.config.join_timeout_s)
@@ -409,7 +409,7 @@ class SwarmClient:
         if link is None:
             return
         codec = lossless_codec(self.config.dtype)
-        trial = Trial(link, hop, self.embed([0], 0, codec), codec)
+        trial = Trial(new_session(self.join.fingerprint), link, hop, self.embed([0], 0, codec), codec)
         self._on_trial[trial.id] = trial
         try:
             timing = await trial.run()

@@ -6,6 +6,7 @@ body, which is one of the structs below. The whole protocol is in `docs/wire.md`
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -14,8 +15,15 @@ import msgspec
 
 NAME_BYTES = 8
 SESSION_BYTES = 16
+SWARM_BYTES = 4  # of them: which swarm's it is
 NO_SESSION = bytes(SESSION_BYTES)
 ALWAYS = 2**32 - 1  # the end of a GAP that asks for all that will ever be there
+
+
+def new_session(swarm_id: bytes) -> bytes:
+    """The id of a new session. It begins as its swarm's does: a peer that serves several models knows from every frame
+    whose it is."""
+    return swarm_id[:SWARM_BYTES] + secrets.token_bytes(SESSION_BYTES - SWARM_BYTES)
 
 
 class FrameType(IntEnum):

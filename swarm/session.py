@@ -29,7 +29,7 @@ from swarm.driver import (
     StandbyLost,
     Stopped,
 )
-from swarm.frames import Codec, Frame, FrameType
+from swarm.frames import Codec, Frame, FrameType, new_session
 from swarm.healing import Healing, Recovery
 from swarm.names import NameChain
 from swarm.saved import SavedGeneration, SavedSession
@@ -99,7 +99,7 @@ class Session:
         self.client, self.config = client, config
         # A session belongs to the client that opened it, and so do the names of what its peers hold.
         ours = saved is not None and saved.client_id == client.peer_id
-        self.id = saved.session if saved is not None and ours else secrets.token_bytes(16)
+        self.id = saved.session if saved is not None and ours else new_session(client.join.fingerprint)
         self._scope = saved.scope if saved is not None and ours else client.scope
         head = client.head
         self._codec = lossless_codec(COMPUTE_DTYPES.get(config.wire, client.config.dtype))

@@ -126,7 +126,7 @@ class Lookout:
             stack.push_async_callback(self._hive.close)
             self._about = await _about_from_any(self._hive, join, self._timeout_s)
             self._directory = Directory(self._hive, identity, join.fingerprint, self._about.n_blocks)
-            self._endpoint = Endpoint(identity=identity, role="client", handler=_Asker(), streams=self._hive)
+            self._endpoint = Endpoint(identity=identity, role="client", handler=_Asker(), streams=self._hive.daemon)
             await stack.enter_async_context(self._endpoint)
             self._stack = stack.pop_all()
         return self

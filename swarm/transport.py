@@ -155,6 +155,11 @@ class Endpoint:
         self._servers.append(server)
         return format_address(*server.sockets[0].getsockname()[:2])
 
+    @property
+    def links(self) -> list[Link]:
+        """All that there are now."""
+        return [*self._peers.values(), *self._clients]
+
     def link(self, peer_id: PeerId) -> Link | None:
         """The link to a peer, if there is one now."""
         return self._peers.get(peer_id)
@@ -207,7 +212,7 @@ class Endpoint:
             server.close()
         for dial in list(self._dials.values()):
             self._give_up(dial)
-        await asyncio.gather(*(link.close() for link in [*self._peers.values(), *self._clients]))
+        await asyncio.gather(*(link.close() for link in self.links))
         for channel in list(self._channels):
             channel.abort()
         await asyncio.gather(*(asyncio.shield(channel.closed) for channel in self._channels))
@@ -357,7 +362,7 @@ class Endpoint:
     def _tick(self, due: float) -> None:
         self._ticker = None
         now = time.monotonic()
-        links = [link for link in (*self._peers.values(), *self._clients) if link.watched]
+        links = [link for link in self.links if link.watched]
         for link in links:
             link.look(now, due)
         if links and not self._closing:

@@ -24,8 +24,8 @@ REFUSALS = (FrameType.BUSY, FrameType.ERROR, FrameType.UNKNOWN, FrameType.STALE,
 class Trial:
     """On one hop. `row`: one row [1, hidden], as it goes on the wire in `codec`."""
 
-    def __init__(self, link: Link, hop: Hop, row: Any, codec: Codec):
-        self.id, self.hop, self._link, self._row, self._codec = secrets.token_bytes(16), hop, link, row, codec
+    def __init__(self, session_id: bytes, link: Link, hop: Hop, row: Any, codec: Codec):
+        self.id, self.hop, self._link, self._row, self._codec = session_id, hop, link, row, codec
         self._names = secrets.token_bytes(NAME_BYTES * (STEPS + 1))
         self._timings: list[HopTiming] = []
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from peer import devices
 from peer.config import PeerConfig
 from peer.node import Node
+from peer.peer import Peer
 from routing.errors import ModelError, UnsupportedQuantization
 from routing.placement import best_span
 from routing.types import PeerRecord, PeerState, Span
@@ -50,9 +52,10 @@ class Slow:
 
 @pytest.fixture
 def loading(monkeypatch: pytest.MonkeyPatch) -> tuple[Node, Told]:
-    node, told = Node(PeerConfig(model="smollm2")), Told()
-    node._identity, node._span, node._directory = Identity.generate(), Span(0, 3), told  # type: ignore[assignment]
-    node._thread = Slow(lambda: told.records)  # type: ignore[assignment]
+    told = Told()
+    peer: Any = SimpleNamespace(identity=Identity.generate(), thread=Slow(lambda: told.records))
+    node = Node(PeerConfig(model="smollm2"), peer)
+    node._span, node._directory = Span(0, 3), told  # type: ignore[assignment]
     monkeypatch.setattr(node, "_load", lambda span, check: "the blocks")
     return node, told
 
@@ -62,7 +65,7 @@ async def test_while_its_blocks_load_a_peer_is_seen_and_who_comes_then_takes_oth
     async with AsyncExitStack() as stack:
         assert await node._load_announced(stack) == "the blocks"
         [record] = told.records
-        assert (record.peer_id, record.span) == (node._identity.peer_id, Span(0, 3))
+        assert (record.peer_id, record.span) == (node._peer.identity.peer_id, Span(0, 3))
         assert record.state is PeerState.JOINING and told.left == 0
         view = apply(View({}, BLOCKS), RecordsSeen([record]))
         assert best_span(view, BLOCKS, 3, 0.0) == Span(3, 6)
@@ -87,9 +90,9 @@ async def test_a_quantization_that_the_device_cannot_do_is_told_before_anything_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(devices, "choose_device", lambda wanted: wanted)  # as if it were here
-    monkeypatch.setattr(Node, "_take_identity", lambda self, stack: pytest.fail("something was begun"))
+    monkeypatch.setattr(Peer, "_take_identity", lambda self, stack: pytest.fail("something was begun"))
     with pytest.raises(UnsupportedQuantization, match="int4 is for CPUs"):
-        async with Node(PeerConfig(model="./nowhere", quantize="int4", device="cuda")):
+        async with Peer([PeerConfig(model="./nowhere", quantize="int4", device="cuda")]):
             pass
 
 
@@ -108,6 +111,6 @@ def test_a_second_peer_on_a_machine_takes_half_the_cores(
     monkeypatch: pytest.MonkeyPatch, place: int, config: dict[str, Any], threads: int | None
 ) -> None:
     monkeypatch.setattr("torch.get_num_threads", lambda: 8)
-    node = Node(PeerConfig(model="smollm2", **config))
-    node._key_path = Path(f"peer-{place}.key")
-    assert node._threads() == threads
+    peer = Peer([PeerConfig(model="smollm2", **config)])
+    peer._key_path = Path(f"peer-{place}.key")
+    assert peer._threads() == threads

@@ -58,7 +58,7 @@ async def start(bootstrap: list[str] | tuple[str, ...] = (), **options) -> Hive:
 
 
 def directory(hive: Hive) -> Directory:
-    return Directory(hive, hive._recipe.identity, SWARM, BLOCKS)
+    return Directory(hive, hive.daemon.recipe.identity, hive.record_policy.swarm_id, BLOCKS)
 
 
 def record(hive: Hive, **changes) -> PeerRecord:
@@ -107,7 +107,7 @@ def slow_start(tmp_path_factory):
 async def slow(slow_start) -> AsyncIterator[asyncio.Task[tuple[Hive, float]]]:
     async def timed() -> tuple[Hive, float]:
         began = time.monotonic()
-        hive = await start(daemon=slow_start)
+        hive = await start(program=slow_start)
         return hive, time.monotonic() - began
 
     task = asyncio.create_task(timed())
@@ -163,9 +163,9 @@ async def test_a_record_is_found_by_all_and_leaving_replaces_it(founder, member,
 async def test_a_client_stores_nothing_for_others(founder, member, client):
     await directory(member).announce(record(member))
     await directory(client).refresh()
-    assert len(client._life.node.protocol.storage) == 0
-    assert PeerID.from_base58(client.peer_id) not in founder._life.node.protocol.routing_table
-    assert PeerID.from_base58(member.peer_id) in founder._life.node.protocol.routing_table
+    assert len(client._dht.node.protocol.storage) == 0
+    assert PeerID.from_base58(client.peer_id) not in founder._dht.node.protocol.routing_table
+    assert PeerID.from_base58(member.peer_id) in founder._dht.node.protocol.routing_table
 
 
 async def test_a_client_is_told_by_the_nodes_that_store_without_a_read_of_the_dht(
@@ -184,7 +184,7 @@ async def test_a_client_is_told_by_the_nodes_that_store_without_a_read_of_the_dh
 
 async def ask_to_store(by: Hive, at: Hive, value: object, expires_at: float, subkey, key: str = KEY) -> bool:
     """What a node answers that another one asks, past all checks of the asker, to store something."""
-    [ok] = await by._life.node.protocol.call_store(
+    [ok] = await by._dht.node.protocol.call_store(
         PeerID.from_base58(at.peer_id),
         [DHTID.generate(source=key)],
         [MSGPackSerializer.dumps(value)],
@@ -195,7 +195,7 @@ async def ask_to_store(by: Hive, at: Hive, value: object, expires_at: float, sub
 
 
 async def test_storing_nodes_refuse_what_the_policy_refuses(founder, member, hostile):
-    victim, now = member._recipe.identity, founder.dht_time()
+    victim, now = member.daemon.recipe.identity, founder.dht_time()
 
     def signed(identity: Identity = victim, key: str = KEY, **changes) -> bytes:
         made = record(member, peer_id=identity.peer_id, **{"sequence": 10**15, "expires_at": now + 80} | changes)
@@ -205,7 +205,7 @@ async def test_storing_nodes_refuse_what_the_policy_refuses(founder, member, hos
         return await ask_to_store(hostile, founder, value, expires_at, subkey, key)
 
     assert await stored(signed())
-    thief = hostile._recipe.identity
+    thief = hostile.daemon.recipe.identity
     assert not await stored(signed(thief, sequence=10**15 + 1, expires_at=now + 90), now + 90)  # not the signer
     assert not await stored(signed()[:-1] + b"x", now + 80)
     assert not await stored(signed(sequence=10**15 + 1, expires_at=now + 400), now + 400)  # too far ahead
@@ -228,7 +228,7 @@ async def test_one_bad_entry_hides_no_other(founder, hostile):
         expires_at=founder.dht_time() + 60,
     )
     true = encode_record(made, identity=honest, swarm_id=SWARM, key=key)
-    storage = hostile._life.node.protocol.storage
+    storage = hostile._dht.node.protocol.storage
     for subkey, value in ((honest.peer_id, true), (Identity.generate().peer_id, true), ("x", b"garbage")):
         storage.store_subkey(DHTID.generate(source=key), subkey, MSGPackSerializer.dumps(value), made.expires_at)
     assert len((await hostile.fetch([key], 5.0))[key]) == 3
@@ -245,7 +245,7 @@ async def test_entries_of_one_key_that_lie_on_several_nodes_are_all_found(founde
             expires_at=founder.dht_time() + 60,
         )
         value = MSGPackSerializer.dumps(encode_record(made, identity=identity, swarm_id=SWARM, key=key))
-        storage = holder._life.node.protocol.storage
+        storage = holder._dht.node.protocol.storage
         storage.store_subkey(DHTID.generate(source=key), identity.peer_id, value, made.expires_at)
         peers.append(identity.peer_id)
     assert set((await client.fetch([key], 5.0))[key]) == set(peers)
@@ -319,7 +319,7 @@ async def test_a_blob_comes_whole_or_not_at_all(founder, client):
 
 async def test_nothing_is_dialled_that_we_do_not_dial(founder, member):
     for hive in (founder, member):
-        flags = command_line(hive.daemon_pid)
+        flags = command_line(hive.daemon.pid)
         assert {"-autonat=0", "-natPortMap=0", "-autoRelay=0", "-b=0"} <= set(flags)
         assert {"-relayService=0", "-relayDiscovery=0"} <= set(flags)
         assert not [flag for flag in flags if flag.startswith(("-bootstrapPeers", "-trustedRelays"))]
@@ -421,10 +421,10 @@ async def test_calls_fail_at_once_when_p2pd_dies_and_all_is_back_after_its_resta
         async def announce_again() -> None:
             restarts.append(await announcer.announce(record(first)))
 
-        first.on_restart.append(announce_again)
-        await until(lambda: second.peer_id in first._known and first.peer_id in second._known)
+        first.daemon.on_restart.append(announce_again)
+        await until(lambda: second.peer_id in first.daemon._known and first.peer_id in second.daemon._known)
         for deaths in (1, 2):
-            pid = first.daemon_pid
+            pid = first.daemon.pid
             os.kill(pid, signal.SIGSTOP)
             await until(lambda pid=pid: stopped(pid))
             pending = [
@@ -435,7 +435,7 @@ async def test_calls_fail_at_once_when_p2pd_dies_and_all_is_back_after_its_resta
                     first.open(second.peer_id, "x", 60.0),
                 )
             ]
-            await until(lambda: len(first._life._deadlines) == 3)
+            await until(lambda: len(first.daemon._life._deadlines) == 3)
             os.kill(pid, signal.SIGKILL)
             began = time.monotonic()
             told, read, opened = await asyncio.gather(*pending, return_exceptions=True)
@@ -445,12 +445,35 @@ async def test_calls_fail_at_once_when_p2pd_dies_and_all_is_back_after_its_resta
                 assert re.search(r"p2pd (has ended|does not answer)", str(outcome))
             assert time.monotonic() - began < 2
             assert await first.addresses(30.0) == addresses  # waits for the restart
-            assert first.daemon_pid != pid
+            assert first.daemon.pid != pid
             await until(lambda deaths=deaths: len(restarts) == deaths)
-            assert first.restarts == deaths
+            assert first.daemon.restarts == deaths
             assert await second.fetch_blob(first.peer_id, "name", 10.0, 100) == b"blob"
             assert await announcer.refresh() == sorted([restarts[-1], other], key=lambda seen: seen.peer_id)
             assert restarts[-1] in await directory(second).refresh()
+
+
+async def test_one_p2pd_is_a_node_of_two_swarms_which_do_not_meet():
+    """Also after a restart; and who is in one of them alone is no way into the other."""
+    elsewhere = bytes(range(1, 33))
+    async with await start() as first, await start(await first.addresses()) as beside_first:
+        second = await Hive.join(first.daemon, record_policy=RecordPolicy(elsewhere))
+        addresses = await beside_first.addresses()
+        with pytest.raises(Unreachable):
+            await start(addresses, record_policy=RecordPolicy(elsewhere))
+        for hive, blob in ((first, b"first"), (second, b"second")):
+            await hive.serve_blob("name", lambda blob=blob: blob)
+        async with await start(await first.addresses(), record_policy=RecordPolicy(elsewhere)) as beside_second:
+            pairs = [(first, beside_first, b"first"), (second, beside_second, b"second")]
+            for deaths in (0, 1):
+                await until(lambda deaths=deaths: first.daemon.restarts == deaths)
+                for hive, beside, blob in pairs:
+                    stored = [await directory(each).announce(record(each)) for each in (hive, beside)]
+                    for reader in (hive, beside):
+                        assert await directory(reader).refresh() == sorted(stored, key=lambda seen: seen.peer_id)
+                    assert await beside.fetch_blob(first.peer_id, "name", 10.0, 100) == blob
+                if not deaths:
+                    os.kill(first.daemon.pid, signal.SIGKILL)
 
 
 async def test_a_node_left_alone_finds_the_swarm_again():
@@ -459,13 +482,13 @@ async def test_a_node_left_alone_finds_the_swarm_again():
     async with await start(identity=identity) as first:
         addresses = await first.addresses()
         second = await start(addresses)
-        await until(lambda: first.peer_id in second._known)
+        await until(lambda: first.peer_id in second.daemon._known)
     async with second:
         with pytest.raises(Unreachable):
             await second.open(first.peer_id, "x", 5.0)
         await directory(second).announce(record(second))  # so that it finds out
         async with await start(identity=identity, port=int(addresses[0].split("/")[4])) as first:
-            table = first._life.node.protocol.routing_table
+            table = first._dht.node.protocol.routing_table
             await until(lambda: PeerID.from_base58(second.peer_id) in table)
             assert [peer.peer_id for peer in await directory(first).refresh()] == [second.peer_id]
 
@@ -481,9 +504,9 @@ async def test_restarts_are_bounded(tmp_path):
         """,
     )
     restart = RetryPolicy(deadline_s=10.0, attempts=3, base_s=0.01)
-    async with await start(daemon=wrapper, upkeep=replace(QUICK, restart=restart)) as hive:
-        os.kill(hive.daemon_pid, signal.SIGKILL)
-        await hive._life.lost.wait()
+    async with await start(program=wrapper, upkeep=replace(QUICK, restart=restart)) as hive:
+        os.kill(hive.daemon.pid, signal.SIGKILL)
+        await hive.daemon._life.lost.wait()
         with pytest.raises(DaemonFailed, match=r"could not be started again.*no more"):
             await hive.addresses(60.0)
         assert count.read_text() == "x\n" * 4  # the first start, and three attempts
@@ -493,18 +516,18 @@ async def test_restarts_are_bounded(tmp_path):
 
 async def test_a_p2pd_that_cannot_start(tmp_path):
     with pytest.raises(DaemonFailed, match="not found"):
-        await start(daemon=str(tmp_path / "nothing"))
+        await start(program=str(tmp_path / "nothing"))
     with pytest.raises(DaemonFailed, match="out of order"):
-        await start(daemon=script(tmp_path, "echo out of order; exit 1\n"))
+        await start(program=script(tmp_path, "echo out of order; exit 1\n"))
 
 
 async def test_a_p2pd_that_says_nothing_is_ended_at_the_deadline(tmp_path):
     pid = tmp_path / "pid"
     wrapper = script(tmp_path, f"echo $$ > {pid}; exec sleep 600\n")
     with pytest.raises(DaemonFailed, match=r"failed to start in 0\.5 seconds"):
-        await start(daemon=wrapper, startup_timeout_s=0.5)
+        await start(program=wrapper, startup_timeout_s=0.5)
     assert not alive(int(pid.read_text()))
-    attempt = asyncio.create_task(start(daemon=wrapper))  # given up by the caller instead
+    attempt = asyncio.create_task(start(program=wrapper))  # given up by the caller instead
     before = pid.read_text()
     await until(lambda: pid.read_text() not in ("", before))
     attempt.cancel()
@@ -537,7 +560,7 @@ from swarm.records import RecordPolicy
 
 async def main():
     hive = await Hive.start(identity=Identity.generate(), record_policy=RecordPolicy(bytes(range(32))))
-    print(hive.daemon_pid, *await hive.addresses(), flush=True)
+    print(hive.daemon.pid, *await hive.addresses(), flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())
@@ -577,8 +600,8 @@ async def test_closing_leaves_nothing_behind(founder, slow):
 
     await hive.serve("forever", forever)
     reader, writer = await founder.open(hive.peer_id, "forever", 5.0)
-    await until(lambda: hive._streams)
-    pid, folder = hive.daemon_pid, hive._life._folder.name
+    await until(lambda: hive.daemon._streams)
+    pid, folder = hive.daemon.pid, hive.daemon._life._folder.name
     assert os.stat(folder).st_mode & 0o777 == 0o700 and "identity" not in os.listdir(folder)
     await hive.close()
     await hive.close()  # twice does no harm
@@ -593,11 +616,11 @@ async def test_closing_leaves_nothing_behind(founder, slow):
 
 async def test_a_frozen_p2pd_is_ended_by_force():
     hive = await start()
-    pid = hive.daemon_pid
+    pid = hive.daemon.pid
     os.kill(pid, signal.SIGSTOP)
     await until(lambda: stopped(pid))
     waiting = asyncio.create_task(hive.addresses(60.0))
-    await until(lambda: hive._life._deadlines)
+    await until(lambda: hive.daemon._life._deadlines)
     closing = asyncio.create_task(hive.close())
     async with asyncio.timeout(1.0):
         with pytest.raises(DaemonFailed, match="own addresses: p2pd has ended"):
@@ -620,8 +643,8 @@ async def test_in_a_thread_on_either_kind_of_loop(founder, run):
             async def after_restart() -> None:
                 back.set()
 
-            hive.on_restart.append(after_restart)
-            os.kill(hive.daemon_pid, signal.SIGKILL)
+            hive.daemon.on_restart.append(after_restart)
+            os.kill(hive.daemon.pid, signal.SIGKILL)
             await asyncio.wait_for(back.wait(), 15.0)
             found = [peer.peer_id for peer in await directory(hive).refresh()]
             await directory(hive).leave()

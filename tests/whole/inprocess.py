@@ -23,6 +23,8 @@ from peer.cache import CacheBudget
 from peer.capacity import Speed
 from peer.effects import SessionLimits
 from peer.service import Service
+from peer.succession import Succession
+from peer.switchboard import Switchboard
 from routing.cost import Costs
 from routing.planner import Plan, Split
 from routing.request import Request
@@ -41,7 +43,7 @@ from swarm.session import SessionConfig, StepTrace
 from swarm.transport import Endpoint, Heartbeat, StreamCarrier
 from tests.whole.stand_ins import Deaf, Host, MemoryCarrier, MemoryDirectory, MemoryNet, Tap
 
-CODE = JoinCode(bootstrap=(f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.generate().peer_id}",), fingerprint=bytes(32)).encode()
+BOOTSTRAP = (f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.generate().peer_id}",)
 SPEED = Speed(decode={1: 1e-4}, prefill={64: 64e-5})
 PLENTY = 1 << 30
 FAST = Heartbeat(ping_after_s=0.25, ping_every_s=0.125, dead_after_s=0.625)
@@ -102,6 +104,24 @@ class InProcessPeer:
         self.address = await self.endpoint.listen("127.0.0.1") if swarm.direct else ""
         self.service.start(self.endpoint)
 
+    async def serve_too(self, swarm: InProcessSwarm, span: str) -> Service:
+        """Another model besides, before there are links."""
+        service = await self.host.arun(self._serve_too(swarm, Span.parse(span)))
+        swarm.tell(self, span=Span.parse(span))
+        return service
+
+    async def _serve_too(self, swarm: InProcessSwarm, span: Span) -> Service:
+        thread = self.service._lane.thread
+        blocks = await thread.run(Blocks.load, swarm.checkpoint, swarm.family, span, swarm.dtype)
+        service = Service(me=self.peer_id, blocks=blocks, budget=self.service.budget, thread=thread, speed=SPEED)
+        self._stack.push_async_callback(service.close)
+        switchboard = Switchboard()
+        switchboard.add(self.swarm.join_code.fingerprint, Succession(self.service))
+        switchboard.add(swarm.join_code.fingerprint, Succession(service))
+        self.tap.service = switchboard
+        service.start(self.endpoint)
+        return service
+
     def kill(self) -> None:
         """As by SIGKILL: its sockets break, it says nothing, and nothing of it answers any more."""
         if self.alive:
@@ -150,8 +170,10 @@ class InProcessSwarm:
         direct: bool = True,
         streams: bool = False,
         heartbeat: Heartbeat | None = None,
+        fingerprint: bytes = bytes(32),
     ):
         self.folder, self.spans, self.dtype, self.direct = folder, spans, dtype, direct
+        self.join_code = JoinCode(bootstrap=BOOTSTRAP, fingerprint=fingerprint)
         self.heartbeat = heartbeat or Heartbeat()
         self.checkpoint: Checkpoint = open_checkpoint(str(folder))
         self.family: Family = family_of(self.checkpoint.config)
@@ -292,7 +314,7 @@ class InProcessModel(SwarmModel):
     client: InProcessClient
 
     def __init__(self, swarm: InProcessSwarm, client: ClientConfig, session: SessionConfig, learns: bool):
-        super().__init__(str(swarm.folder), CODE, client, session, silent)
+        super().__init__(str(swarm.folder), swarm.join_code.encode(), client, session, silent)
         self._swarm, self._learns = swarm, learns
 
     def _make_client(self, checkpoint: Checkpoint, family: Family) -> SwarmClient:

@@ -12,11 +12,10 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from peer.service import Service
 from routing.errors import SwarmError, TimedOut, Unreachable
 from routing.types import PeerId, PeerRecord
 from swarm.frames import Frame, FrameType
-from swarm.link import Link
+from swarm.link import Link, LinkHandler
 
 T = TypeVar("T")
 
@@ -83,7 +82,7 @@ class Seen:
 class Tap:
     """A peer's handler that writes down what comes, and may keep frames from it."""
 
-    def __init__(self, service: Service):
+    def __init__(self, service: LinkHandler):
         self.service = service
         self.seen: list[Seen] = []
         self.lost: list[tuple[PeerId, str]] = []

@@ -193,8 +193,9 @@ def test_ctrl_c_says_goodbye(command, launch, swarm, tiny):
     assert serving["metrics"].startswith("http://127.0.0.1:")
     with urllib.request.urlopen(serving["metrics"], timeout=PATIENCE_S) as answer:
         page = answer.read().decode()
-    assert f'blocks="1:3",peer_id="{serving["peer_id"]}"' in page and 'peer_state="serving"} 1.0' in page
-    assert "swarm_peer_record_sequence 1." in page and "swarm_peer_p2pd_restarts_total 0.0" in page
+    model = f'model="{tiny.name}"'
+    assert f'blocks="1:3",{model},peer_id="{serving["peer_id"]}"' in page and 'peer_state="serving"} 1.0' in page
+    assert f"swarm_peer_record_sequence{{{model}," in page and "swarm_peer_p2pd_restarts_total 0.0" in page
     group = [each for each in psutil.process_iter(["pid"]) if _group_of(each.pid) == process.pid]
     assert len(group) == 1, "p2pd must not get what a terminal sends to the peer"
     os.killpg(process.pid, signal.SIGINT)

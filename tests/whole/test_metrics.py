@@ -26,6 +26,8 @@ from tests.whole.stand_ins import until
 from tests.whole.test_limits import room_for
 
 CHAIN = ["0:3", "3:6"]
+MODEL = {"model": "tiny", "swarm": "00000000"}
+SWARM = bytes(32)
 Figures = Callable[..., float]
 
 
@@ -34,7 +36,8 @@ def parsed(page: str) -> Figures:
     samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
 
     def value(name: str, **labels: str) -> float:
-        (found,) = [s.value for s in samples if s.name == f"swarm_peer_{name}" and s.labels == labels]
+        named = [s for s in samples if s.name == f"swarm_peer_{name}"]
+        (found,) = [s.value for s in named if s.labels == labels or s.labels == labels | MODEL]
         return found
 
     return value
@@ -42,7 +45,8 @@ def parsed(page: str) -> Figures:
 
 async def figures(peer: InProcessPeer) -> Figures:
     metrics = Metrics()
-    metrics.watch_service(peer.service, peer.endpoint.traffic)
+    metrics.watch_process(peer.endpoint, SimpleNamespace(restarts=1))  # type: ignore[arg-type]
+    metrics.watch_service("tiny", SWARM, lambda: peer.service)
     return parsed(await asyncio.to_thread(lambda: peer.host.call(metrics.page).decode()))
 
 
@@ -70,6 +74,7 @@ async def test_a_text_is_counted_on_both_hops_and_costs_no_more_than_that(tiny: 
                 assert value("traffic_bytes_total", direction="in") > 4 * 64 * (prompt + 8)  # fp32 rows of 64
                 assert value("links", to="peer") == 1
             assert (await figures(swarm.peers[0]))("links", to="client") == 1
+            assert (await figures(swarm.peers[0]))("p2pd_restarts_total") == 1
         await until(lambda: not any(peer.sessions for peer in swarm.peers))
         for peer in swarm.peers:
             value = await figures(peer)
@@ -200,7 +205,7 @@ async def test_a_shared_beginning_is_adopted(tiny: Path, local: Reference) -> No
 
 async def test_it_is_read_over_http_from_the_peers_own_loop(tiny: Path) -> None:
     async with InProcessSwarm(tiny, ["0:6"]) as swarm:
-        host, service, endpoint = swarm.peers[0].host, swarm.peers[0].service, swarm.peers[0].endpoint
+        host, service = swarm.peers[0].host, swarm.peers[0].service
         metrics = Metrics()
         server = MetricsServer(metrics.page, CONTENT_TYPE)
         url = await host.arun(server.listen("127.0.0.1"))
@@ -211,7 +216,7 @@ async def test_it_is_read_over_http_from_the_peers_own_loop(tiny: Path) -> None:
 
         kind, page = await asyncio.to_thread(read)
         assert kind == CONTENT_TYPE and "process_cpu_seconds_total" in page and "swarm_peer" not in page
-        metrics.watch_service(service, endpoint.traffic)
+        metrics.watch_service("tiny", SWARM, lambda: service)
         _, page = await asyncio.to_thread(read)
         assert parsed(page)("sessions") == 0
         await host.arun(server.close())
@@ -239,17 +244,17 @@ def test_a_spread_counts_a_bound_as_within() -> None:
     assert spread.counts == [2, 2, 2, 2] and spread.sum == 116
 
 
-def test_the_record_and_the_daemon() -> None:
+def test_the_record() -> None:
     record = PeerRecord(peer_id="12D3KooWx", span=Span(3, 6), state=PeerState.DRAINING, sequence=7, expires_at=140.0)
     announcer: Any = SimpleNamespace(announced=None, failures=2)
-    hive: Any = SimpleNamespace(restarts=1, dht_time=lambda: 100.0)
+    hive: Any = SimpleNamespace(dht_time=lambda: 100.0)
     metrics = Metrics()
-    metrics.watch_directory(lambda: record, announcer, hive)
+    metrics.watch_directory("tiny", SWARM, lambda: record, announcer, hive)
     assert "record_sequence" not in metrics.page().decode()
     announcer.announced = record
     value = parsed(metrics.page().decode())
     assert value("record_sequence") == 7 and value("record_expires_in_seconds") == 40
-    assert value("p2pd_restarts_total") == 1 and value("record_failures_total") == 2
+    assert value("record_failures_total") == 2
     assert value("state", swarm_peer_state="draining") == 1 and value("state", swarm_peer_state="serving") == 0
     assert value("info", peer_id="12D3KooWx", blocks="3:6") == 1
     well_named(metrics.page().decode())

@@ -21,16 +21,16 @@ class Moving:
 
     def __init__(self, peer: InProcessPeer):
         self.peer, self.succession = peer, Succession(peer.service)
-        peer.tap.service = self.succession  # type: ignore[assignment]
+        peer.tap.service = self.succession
 
     async def succeed(self, span: str) -> Service:
         return await self.peer.host.arun(self._succeed(Span.parse(span)))
 
     async def _succeed(self, span: Span) -> Service:
         swarm, former = self.peer.swarm, self.peer.service
-        blocks = await former._thread.run(Blocks.load, swarm.checkpoint, swarm.family, span, swarm.dtype, "cpu")
+        blocks = await former._lane.thread.run(Blocks.load, swarm.checkpoint, swarm.family, span, swarm.dtype, "cpu")
         service = Service(
-            me=former.me, blocks=blocks, budget=CacheBudget(PLENTY), thread=former._thread, speed=SPEED
+            me=former.me, blocks=blocks, budget=CacheBudget(PLENTY), thread=former._lane.thread, speed=SPEED
         )
         self.peer._stack.push_async_callback(service.close)
         self.succession.succeed(service, self.peer.endpoint)
