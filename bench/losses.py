@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.prompts import PROMPTS
+from peer.blocks import importances
 from swarm import native
 from swarm.checkpoint import open_checkpoint
 from swarm.few_rows import FewRows, few_rows_linear
@@ -34,6 +35,12 @@ class Texts:
         self._linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
         self.weights = [linear.weight.detach().clone() for linear in self._linears]
 
+    def packed(self, quantization: str) -> list[torch.Tensor]:
+        """The weights that the model has now, as they are once packed."""
+        important = {linear: each for layer in self._model.model.layers for linear, each in importances(layer).items()}
+        weights = ((linear.weight, important.get(linear)) for linear in self._linears)
+        return [unpack(pack(each, quantization, counts), each.shape[1], torch.float32) for each, counts in weights]
+
     def put(self, weights: list[torch.Tensor]) -> None:
         for linear, weight in zip(self._linears, weights, strict=True):
             linear.weight.copy_(weight)
@@ -46,10 +53,6 @@ class Texts:
 def divergence(truth: list[torch.Tensor], other: list[torch.Tensor]) -> float:
     each = [(p.exp() * (p - q)).sum(-1) for p, q in zip(truth, other, strict=True)]
     return float(torch.cat(each).mean())
-
-
-def packed(weight: torch.Tensor, quantization: str) -> torch.Tensor:
-    return unpack(pack(weight, quantization), weight.shape[1], torch.float32)
 
 
 def moved(weight: torch.Tensor) -> torch.Tensor:
@@ -84,7 +87,8 @@ def main() -> None:
         texts.put(weights)
         truth, facts[kind] = texts.says(), {}
         for name in QUANTIZATIONS:
-            texts.put([packed(weight, name) for weight in weights])
+            texts.put(weights)
+            texts.put(texts.packed(name))
             facts[kind][name] = divergence(truth, texts.says())
     print(json.dumps(facts), flush=True)
 

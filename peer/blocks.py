@@ -146,7 +146,7 @@ class Blocks:
             tensors = family.assemble(config, index, stored)
             _give_weights(layer, tensors, index, "cpu" if quantization != NONE else device)
             if quantization != NONE:
-                _quantize(layer, quantization, few_rows, dtype, device)
+                quantize(layer, quantization, few_rows, dtype, device)
             if arena is not None:
                 _use_few_rows(layer, few_rows)
                 _place(layer, arena)
@@ -246,17 +246,37 @@ def _linears(layer: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, tor
                 yield parent, name, cast(torch.nn.Linear | Conv1D, child)
 
 
-def _quantize(
+def quantize(
     layer: torch.nn.Module, quantization: str, few_rows: FewRows, dtype: torch.dtype, device: torch.device | str
 ) -> None:
+    """Packs the weights of its linear layers, and moves it to the device, all else in `dtype`."""
+    important = importances(layer)
     for parent, name, child in _linears(layer):
         linear = _as_linear(child)
         if torch.device(device).type == "cpu":
-            setattr(parent, name, FewRowsLinear.packing(linear, few_rows, quantization))
+            setattr(parent, name, FewRowsLinear.packing(linear, few_rows, quantization, important.get(child)))
         else:
             setattr(parent, name, quantized_linear(linear, quantization, dtype))
     layer.to(dtype)  # what is floating-point yet
     layer.to(device)
+
+
+def importances(layer: torch.nn.Module) -> dict[torch.nn.Module, torch.Tensor]:
+    """For `quantized.pack`, of products that come after one or two others of their module, input by input, as down_proj
+    after gate_proj and up_proj: what is large there has large weights before it.
+    """
+    found: dict[torch.nn.Module, torch.Tensor] = {}
+    modules: dict[torch.nn.Module, list[tuple[torch.nn.Module, torch.Tensor]]] = {}
+    for parent, _, child in _linears(layer):
+        modules.setdefault(parent, []).append((child, _as_linear(child).weight))
+    for linears in modules.values():
+        for product, weight in linears:
+            outputs, inputs = weight.shape
+            before = [other for _, other in linears if other.shape in ((inputs, outputs), (2 * inputs, outputs))]
+            if inputs > outputs and len(before) == len(linears) - 1 and 1 <= len(before) <= 2:
+                rows = torch.cat([other.view(-1, inputs, outputs) for other in before])
+                found[product] = torch.linalg.vector_norm(rows, dim=2, dtype=torch.float64).square().prod(0)
+    return found
 
 
 def _as_linear(product: torch.nn.Linear | Conv1D) -> torch.nn.Linear:

@@ -122,10 +122,12 @@ class FewRowsLinear(torch.nn.Linear):
         return shared.eval()
 
     @classmethod
-    def packing(cls, linear: torch.nn.Linear, few_rows: FewRows, quantization: str) -> FewRowsLinear:
-        """With the weight of `linear` packed, and its bias."""
+    def packing(
+        cls, linear: torch.nn.Linear, few_rows: FewRows, quantization: str, importance: torch.Tensor | None = None
+    ) -> FewRowsLinear:
+        """With the weight of `linear` packed (`importance` as of `pack`), and its bias."""
         packed = cls.sharing(linear, few_rows)
-        packed.weight = torch.nn.Parameter(pack(linear.weight, quantization), requires_grad=False)
+        packed.weight = torch.nn.Parameter(pack(linear.weight, quantization, importance), requires_grad=False)
         return packed
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

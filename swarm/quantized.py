@@ -7,6 +7,10 @@ int8  256 steps from the least to the largest value of a group; 9 bits a weight
 int4  16 steps; 5 bits a weight; those of GGUF's Q4_1, so such a file's weights stay exact
 nf4   the 16 codes of NF4 (QLoRA, appendix E, rounded to 127ths) times the largest size of a group; no offsets; 4.5 bits
 
+A few inputs of a layer are hundreds of times as large as the others (Dettmers et al., LLM.int8(), 2022; Sun et al.,
+Massive Activations, 2024), and the error of their weights is most of a model's. So int8's grid of a group is laid such
+that the weights of the one or two most important inputs are on it, which takes neither bits nor time.
+
 `kernels/quantized.h` computes with them; without the kernels a weight is unpacked for each product, which is right and
 slow.
 """
@@ -26,6 +30,9 @@ PAIR_BYTES = {INT8: PAIR + 8, INT4: GROUP + 8, NF4: GROUP + 4}
 LEVELS = {INT8: 255, INT4: 15}
 NF4_CODES = (-127, -88, -67, -50, -36, -23, -12, 0, 10, 20, 31, 43, 56, 71, 92, 127)
 LEAST_SCALE = 2.0**-24  # of fp16; of a group whose values are all the same
+STANDS_OUT = 2  # times the mean importance of a group
+PACKED_AT_ONCE = 256  # outputs: what is computed of them stays in a cache
+_Grid = tuple[torch.Tensor, torch.Tensor]  # scales and offsets, fp16 [outputs, groups]
 
 
 def row_bytes(inputs: int, quantization: str) -> int:
@@ -41,10 +48,18 @@ def quantization_of(packed: torch.Tensor, inputs: int) -> str:
     raise BadInput(f"rows of {packed.shape[1]} bytes do not hold {inputs} weights")
 
 
-def pack(weight: torch.Tensor, quantization: str) -> torch.Tensor:
-    """weight [outputs, inputs] -> bytes [outputs, row bytes]."""
-    outputs, inputs = weight.shape
-    groups = torch.nn.functional.pad(weight.float(), (0, -inputs % PAIR)).view(outputs, -1, GROUP)
+def pack(weight: torch.Tensor, quantization: str, importance: torch.Tensor | None = None) -> torch.Tensor:
+    """weight [outputs, inputs] -> bytes [outputs, row bytes]. `importance` [inputs]: what the squared error of an
+    input's weights counts, in proportion; without it that is guessed.
+    """
+    if importance is None:
+        importance = guessed_importance(weight)
+    return torch.cat([_pack(rows, quantization, importance) for rows in weight.split(PACKED_AT_ONCE)])
+
+
+def _pack(weight: torch.Tensor, quantization: str, importance: torch.Tensor) -> torch.Tensor:
+    outputs = len(weight)
+    groups = _grouped(weight.float())
     header: tuple[torch.Tensor, ...]
     if quantization == NF4:
         scales = (groups.abs().amax(-1) / NF4_CODES[-1]).clamp_min(LEAST_SCALE).half()
@@ -52,18 +67,78 @@ def pack(weight: torch.Tensor, quantization: str) -> torch.Tensor:
         codes = torch.bucketize((groups / scales.float()[..., None]).contiguous(), (steps[1:] + steps[:-1]) / 2)
         header = (scales,)
     else:
-        least, levels = groups.amin(-1).half(), LEVELS[quantization]
-        reach = groups.amax(-1) - least.float()
-        scales = (reach / levels).clamp_min(LEAST_SCALE).half()
-        # Of tiny weights fp16 has few digits: rather a larger step than values that are out of reach.
-        short = reach - levels * scales.float() > scales.float() / 4
-        scales = torch.where(short, scales.nextafter(torch.full_like(scales, torch.inf)), scales)
-        codes = ((groups - least.float()[..., None]) / scales.float()[..., None]).round_().clamp_(0, levels)
-        header = (scales, least)
+        header = _grid(groups, LEVELS[quantization])
+        if quantization == INT8:
+            header = _best_grid(groups, header, _grouped(importance[None].float())[0])
+        codes = _codes(groups, *header, LEVELS[quantization])
     values = codes.to(torch.uint8).view(outputs, -1, 2, GROUP)
     if quantization != INT8:
         values = values[:, :, 0] | values[:, :, 1] << 4
     return torch.cat([*(part.view(torch.uint8) for part in header), values.reshape(outputs, -1)], 1)
+
+
+def guessed_importance(weight: torch.Tensor) -> torch.Tensor:
+    """[inputs] of a weight [outputs, inputs]: training leaves small weights to inputs that are large."""
+    # In fp64 no two machines sum up so differently that they choose other inputs.
+    return 1 / torch.linalg.vector_norm(weight, dim=0, dtype=torch.float64).square().clamp_min(1e-12)
+
+
+def _grid(groups: torch.Tensor, levels: int, *upon: torch.Tensor) -> _Grid:
+    """Scales and offsets (fp16) [outputs, groups] that reach all values; such that `upon`, up to two values of each
+    group, are met but for the rounding of fp16.
+    """
+    least, most = groups.amin(-1), groups.amax(-1)
+    if not upon:
+        offsets = least.half()
+        return _scales(most - offsets.float(), levels), offsets
+    scales = _scales(most - least, levels - 1)  # the grid is moved by up to a step
+    first = upon[0]
+    if len(upon) == 2:
+        apart = (first - upon[1]).abs()
+        steps = (apart / scales.float()).floor()
+        scales = torch.where(steps > 0, (apart / steps).half(), scales)
+    wide = scales.float()
+    return scales, (first - ((first - least) / wide).ceil() * wide).half()
+
+
+def _best_grid(groups: torch.Tensor, plain: _Grid, importance: torch.Tensor) -> _Grid:
+    """`plain`; but where inputs stand out by their importance [groups, GROUP], of that and of grids that meet the first
+    one's or two's weights, the one with the least error.
+    """
+    some = (importance.amax(-1) > STANDS_OUT * importance.mean(-1)).nonzero()[:, 0]
+    groups, importance, levels = groups[:, some], importance[some], LEVELS[INT8]
+    best = plain[0][:, some], plain[1][:, some]
+    least = _error(groups, best, importance)
+    first, second = groups.gather(-1, importance.topk(2).indices.expand(len(groups), -1, -1)).unbind(-1)
+    for upon in ((first,), (first, second)):
+        grid = _grid(groups, levels, *upon)
+        error = _error(groups, grid, importance)
+        best = torch.where(error < least, grid[0], best[0]), torch.where(error < least, grid[1], best[1])
+        least = torch.minimum(error, least)
+    return plain[0].index_copy(1, some, best[0]), plain[1].index_copy(1, some, best[1])
+
+
+def _error(groups: torch.Tensor, grid: _Grid, importance: torch.Tensor) -> torch.Tensor:
+    """Of each group in int8."""
+    scales, offsets = (part.float()[..., None] for part in grid)
+    lost = _codes(groups, *grid, LEVELS[INT8]).mul_(scales).add_(offsets).sub_(groups)
+    return lost.square_().mul_(importance).sum(-1)
+
+
+def _scales(reach: torch.Tensor, levels: int) -> torch.Tensor:
+    scales = (reach / levels).clamp_min(LEAST_SCALE).half()
+    # Of tiny weights fp16 has few digits: rather a larger step than values that are out of reach.
+    short = reach - levels * scales.float() > scales.float() / 4
+    return torch.where(short, scales.nextafter(torch.full_like(scales, torch.inf)), scales)
+
+
+def _codes(groups: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor, levels: int) -> torch.Tensor:
+    return ((groups - offsets.float()[..., None]) / scales.float()[..., None]).round_().clamp_(0, levels)
+
+
+def _grouped(rows: torch.Tensor) -> torch.Tensor:
+    """[outputs, inputs] -> [outputs, groups, GROUP], filled with zeros."""
+    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % PAIR)).view(len(rows), -1, GROUP)
 
 
 def unpack(packed: torch.Tensor, inputs: int, dtype: torch.dtype) -> torch.Tensor:

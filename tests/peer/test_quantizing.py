@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from peer import cuda, devices, quantizing
-from peer.blocks import Blocks, estimated_block_bytes, linear_shapes
+from peer.blocks import Blocks, estimated_block_bytes, importances, linear_shapes, quantize
 from peer.config import PeerConfig
 from peer.cuda import check_device
 from peer.executor import Executor, PassItem
@@ -19,9 +19,9 @@ from swarm import native
 from swarm.checkpoint import open_checkpoint
 from swarm.compute import ComputeThread
 from swarm.families import family_of
-from swarm.few_rows import FewRowsLinear
+from swarm.few_rows import FewRows, FewRowsLinear
 from swarm.memory import ALIGNMENT, HUGE_PAGE
-from swarm.quantized import INT4, INT8, NF4, NONE, QUANTIZATIONS, unpack
+from swarm.quantized import INT4, INT8, NF4, NONE, QUANTIZATIONS, pack, unpack
 from tests.tiny import make_tiny
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -93,6 +93,27 @@ def test_every_linear_layer_is_packed_and_gpt2s_too(checkpoint):
     assert all(linear.weight.dtype == torch.uint8 for linear in blocks.linears())
     shapes = [shape for index in range(4) for shape in linear_shapes(checkpoint.config, family, index)]
     assert sorted(packed) == sorted(shapes)
+
+
+def test_important_is_what_has_large_weights_before_it(llama):
+    layer = llama.reference_model(torch.float32).model.layers[1].requires_grad_(False)
+    down = layer.mlp.down_proj
+    layer.mlp.gate_proj.weight[[7, 60]] *= 30
+    (found,) = importances(layer).items()
+    assert found[0] is down
+    gate, up = (linear.weight.square().sum(1) for linear in (layer.mlp.gate_proj, layer.mlp.up_proj))
+    torch.testing.assert_close(found[1].float(), gate * up)
+    quantize(layer, INT8, FewRows(torch.float32, packed=True), torch.float32, "cpu")
+    assert torch.equal(layer.mlp.down_proj.weight, pack(down.weight, INT8, gate * up))
+    assert not torch.equal(layer.mlp.down_proj.weight, pack(down.weight, INT8))
+
+
+def test_it_is_known_of_the_second_half_of_an_mlp_alone(checkpoint):
+    layer = family_of(checkpoint.config).build_block(checkpoint.config, 0)
+    found = importances(layer)
+    names = {name.rpartition(".")[2] for name, module in layer.named_modules() if module in found}
+    assert names <= {"down_proj", "c_proj", "fc2", "dense_4h_to_h"}
+    assert names or checkpoint.config.model_type in {"mixtral", "qwen3_moe", "gpt_oss"}  # experts are not packed
 
 
 # -- which one -------------------------------------------------------------------------------------------------

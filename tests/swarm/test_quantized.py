@@ -13,7 +13,19 @@ from hypothesis import strategies as st
 from routing.errors import BadInput
 from swarm import native
 from swarm.few_rows import FewRows, FewRowsLinear, few_rows_linear
-from swarm.quantized import GROUP, INT4, INT8, NF4, NF4_CODES, QUANTIZATIONS, pack, quantization_of, row_bytes, unpack
+from swarm.quantized import (
+    GROUP,
+    INT4,
+    INT8,
+    NF4,
+    NF4_CODES,
+    QUANTIZATIONS,
+    guessed_importance,
+    pack,
+    quantization_of,
+    row_bytes,
+    unpack,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,10 +59,10 @@ def test_little_is_lost_and_the_bits_are_as_said(kernels, quantization):
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_what_was_unpacked_packs_to_the_same(kernels, quantization):
-    """Weights that are on the grid stay where they are."""
-    weight = random(7, 150)
-    once = unpack(pack(weight, quantization), 150, torch.float32)
-    again = unpack(pack(once, quantization), 150, torch.float32)
+    """Weights that are on the grid stay where they are, unless the grid is laid for some of them."""
+    weight, alike = random(7, 150), torch.ones(150)
+    once = unpack(pack(weight, quantization, alike), 150, torch.float32)
+    again = unpack(pack(once, quantization, alike), 150, torch.float32)
     torch.testing.assert_close(again, once, rtol=0, atol=1e-3 * float(weight.abs().max()))
 
 
@@ -66,6 +78,32 @@ def test_the_weights_of_a_gguf_file_in_q4_1_stay_exact_in_int4(kernels):
     stored = gguf.quantize(values, gguf.GGMLQuantizationType.Q4_1)
     weight = torch.from_numpy(gguf.dequantize(stored, gguf.GGMLQuantizationType.Q4_1))
     torch.testing.assert_close(unpack(pack(weight, INT4), 256, torch.float32), weight, rtol=0, atol=1e-7)
+
+
+def test_the_weights_of_the_most_important_inputs_are_met_in_int8(kernels):
+    weight, importance = random(64, 200), torch.ones(200)
+    for which in ((5,), (5, 20), (5, 20, 70, 150)):  # one of a group, two, and of other groups too
+        importance[list(which)] = 1e5
+        lost = (unpack(pack(weight, INT8, importance), 200, torch.float32) - weight).square().mean(0).sqrt()
+        others = [index for index in range(200) if index not in which]
+        assert lost[list(which)].max() < 0.3 * lost[others].mean()
+        assert lost[others].mean() < LOST[INT8] * weight.square().mean().sqrt()
+
+
+def test_inputs_with_small_weights_are_taken_for_important(kernels):
+    weight = random(64, 128)
+    weight[:, 40] /= 10
+    assert int(guessed_importance(weight).argmax()) == 40
+    assert torch.equal(pack(weight, INT8), pack(weight, INT8, guessed_importance(weight)))
+    lost = (unpack(pack(weight, INT8), 128, torch.float32) - weight).square().mean(0).sqrt()
+    assert lost[40] < 0.1 * lost.mean()
+
+
+def test_weights_on_a_grid_of_4_bits_stay_in_int8_if_some_are_important_too(kernels):
+    weight = unpack(pack(random(64, 128), INT4), 128, torch.float32)
+    importance = torch.ones(128)
+    importance[[5, 70]] = 30
+    torch.testing.assert_close(unpack(pack(weight, INT8, importance), 128, torch.float32), weight, rtol=0, atol=4e-3)
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
