@@ -1,17 +1,17 @@
 """A peer from start to goodbye: identity, model, span, blocks, links, record. Everything it starts, it ends.
 
-Slow parts run side by side: p2pd starts while the model is opened, blocks load while the directory is read.
+Slow parts run side by side: p2pd starts while the model is opened; blocks that the owner chose load meanwhile, too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 JOIN_S = 30.0
 
 
@@ -192,35 +193,43 @@ class Node:
     async def _join_and_load(self, stack: AsyncExitStack) -> Blocks:
         """Join or begin the swarm, and load the blocks; p2pd starts while the model is read."""
         join = JoinCode.parse(self.config.join) if self.config.join else None
-        starting = Starting(self._start_hive(join.bootstrap, join.fingerprint)) if join else None
-        async with AsyncExitStack() as failed:
-            if starting:
-                failed.push_async_callback(starting.undo)
-            absent = await asyncio.to_thread(self._open_model, join is not None)
+        if join is None:
+            await asyncio.to_thread(self._open_model, False)
+            await self._choose_quantization()
+            return await self._found(stack)
+        async with AsyncExitStack() as meanwhile:
+            hive = self._start_hive(join.bootstrap, join.fingerprint)
+            starting = await meanwhile.enter_async_context(Meanwhile(hive, Hive.close))
+            absent = await asyncio.to_thread(self._open_model, True)
+            ahead = None
             if absent is None:
                 await self._choose_quantization()
-            if join is None or starting is None:
-                return await self._found(stack)
+                if (wanted := self._wanted()) is not None:
+                    loading = self._thread.run(self._load, wanted, None)
+                    ahead = await meanwhile.enter_async_context(Meanwhile(loading))
             self._fingerprint = join.fingerprint
             self._hive = await starting.result()
-            failed.pop_all()
-        stack.push_async_callback(self._hive.close)
-        self._manifest = await fetch_manifest(self._hive, join, JOIN_S)
-        if absent is not None:
-            self._borrowed = Borrowed(self._hive, join, self._manifest, absent)
-            self._use(await self._borrowed.open_model(stack))
-            await self._choose_quantization()
-        self._open_directory()
-        self._span = await self._choose()
-        return await self._load_announced(stack)
+            stack.push_async_callback(self._hive.close)
+            self._manifest = await fetch_manifest(self._hive, join, JOIN_S)
+            if absent is not None:
+                self._borrowed = Borrowed(self._hive, join, self._manifest, absent)
+                self._use(await self._borrowed.open_model(stack))
+                await self._choose_quantization()
+            self._open_directory()
+            self._span = await self._choose() if ahead is None or wanted is None else wanted
+            return await self._load_announced(stack, ahead)
 
-    async def _load_announced(self, stack: AsyncExitStack) -> Blocks:
-        """While the blocks load, others see that they are about to be served: who comes meanwhile takes other ones."""
+    async def _load_announced(self, stack: AsyncExitStack, ahead: Meanwhile[Blocks] | None) -> Blocks:
+        """While the blocks load, others see that they are about to be served: who comes meanwhile takes other ones.
+        Those that load `ahead` of the swarm's manifest are compared with it before anybody is served."""
         announcer = Announcer(self._directory, self.record, self.config.renew_s)
         stack.push_async_callback(announcer.leave)  # if it comes to nothing; goodbye is said once
         announcer.renew_soon()
         announcing = asyncio.create_task(announcer.run())
         try:
+            if ahead is not None:
+                await asyncio.to_thread(self._check, self._names(self._span))
+                return await ahead.result()
             await self._fetch(self._span)
             return await self._thread.run(self._load, self._span, self._check)
         finally:
@@ -232,12 +241,9 @@ class Node:
         self._manifest = await asyncio.to_thread(manifests.build, self._checkpoint, self._progress)
         self._fingerprint = manifests.fingerprint(self._manifest)
         self._span = await self._choose()
-        starting = Starting(self._start_hive((), self._fingerprint))
-        async with AsyncExitStack() as failed:
-            failed.push_async_callback(starting.undo)
+        async with Meanwhile(self._start_hive((), self._fingerprint), Hive.close) as starting:
             blocks = await self._thread.run(self._load, self._span, None)
             self._hive = await starting.result()
-            failed.pop_all()
         stack.push_async_callback(self._hive.close)
         self._open_directory()
         return blocks
@@ -286,11 +292,7 @@ class Node:
 
     async def _choose(self) -> Span:
         """The span asked for, else what the swarm lacks most; a founder knows that nothing is covered yet."""
-        wanted = self.config.blocks
-        if wanted is not None:
-            if wanted.end > self._n_blocks:
-                raise BadInput(f"there are no blocks {wanted}: the model has {self._n_blocks}")
-            self._memory().check(wanted, self._block_bytes())
+        if (wanted := self._wanted()) is not None:
             return wanted
         view, now = View({}, self._n_blocks), 0.0
         if self.config.join:
@@ -300,6 +302,15 @@ class Node:
         fit = self._memory().blocks_that_fit(self._block_bytes())
         self._capacity = min(self._n_blocks, fit, self.config.most_blocks or fit)
         return best_span(view, self._n_blocks, self._capacity, now)
+
+    def _wanted(self) -> Span | None:
+        """The span asked for. Raises BadInput (no such blocks), NotEnoughMemory."""
+        wanted = self.config.blocks
+        if wanted is not None:
+            if wanted.end > self._n_blocks:
+                raise BadInput(f"there are no blocks {wanted}: the model has {self._n_blocks}")
+            self._memory().check(wanted, self._block_bytes())
+        return wanted
 
     def _block_bytes(self) -> int:
         """Of the greatest of some blocks, in memory."""
@@ -321,6 +332,12 @@ class Node:
         if self._borrowed is not None:
             records = await self._directory.refresh()
             await self._borrowed.fetch(self._checkpoint, self._family, span, records, self._progress)
+
+    def _names(self, span: Span) -> list[str]:
+        """The stored tensors of its blocks."""
+        config, stored = self._checkpoint.config, self._checkpoint.tensor_names()
+        blocks = range(span.start, span.end)
+        return [name for index in blocks for name in self._family.block_tensors(config, index, stored)]
 
     def _check(self, names: Sequence[str]) -> None:
         """Tensors of a swarm that was joined must be those of its manifest; a founder's have just made it."""
@@ -481,17 +498,28 @@ def _nobody(_: object) -> None:
     pass
 
 
-class Starting:
-    """A hive that starts meanwhile. Unless its result is taken, `undo` leaves nothing of it."""
+class Meanwhile(Generic[T]):
+    """`async with`: work that goes on meanwhile. Unless its result is taken, nothing of it is left afterwards."""
 
-    def __init__(self, work: Coroutine[Any, Any, Hive]):
-        self._task = asyncio.create_task(work)
+    def __init__(self, work: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[None]] | None = None):
+        """`undo` ends what the work gives."""
+        self._work, self._undo = work, undo
+        self._task: asyncio.Task[T]
+        self._taken = False
 
-    async def result(self) -> Hive:
-        return await self._task
+    async def __aenter__(self) -> Meanwhile[T]:
+        self._task = asyncio.create_task(self._work)
+        return self
 
-    async def undo(self) -> None:
+    async def result(self) -> T:
+        result = await self._task
+        self._taken = True
+        return result
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._taken:
+            return
         self._task.cancel()
-        for hive in await asyncio.gather(self._task, return_exceptions=True):
-            if isinstance(hive, Hive):
-                await hive.close()
+        (result,) = await asyncio.gather(self._task, return_exceptions=True)
+        if self._undo is not None and not isinstance(result, BaseException):
+            await self._undo(result)
