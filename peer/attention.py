@@ -1,6 +1,6 @@
 """Owns the attention of a packed pass: rows of many sessions, each against its own keys and values.
 
-Registered with the library as `swarm_packed`; the library's own layers call it and know nothing of sessions.
+Our own layers call it as `Pack.attend`, the library's by the name `swarm_packed`; both know nothing of sessions.
 Knows no scheduling, no budget and no model family: windows, scales, caps and sinks arrive as keywords.
 
 Choices are by measurement (one thread, 9 heads over 3 KV heads of 64). Rows of decoding sessions go to our own kernel
@@ -19,7 +19,6 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface
 
 from peer.cache import SeatCache
 from swarm import native
@@ -73,6 +72,21 @@ class Pack:
         self.scaling: float | None = None  # of the last call, as the layer said
         self.window: int | None = None
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        """See `packed_attention`."""
+        return packed_attention(
+            module, query, key, value, None, pack=self, scaling=scaling, sliding_window=sliding_window
+        )[0]
 
     def mask(self, segment: Segment, first_key: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
         """Additive mask [count, end - first_key]: causal, and no further back than `window` keys. Same for
@@ -229,4 +243,8 @@ def _spelled_out(
     return result.view(kv_heads, group, count, width).permute(2, 0, 1, 3).reshape(1, count, heads, width)
 
 
-AttentionInterface.register(NAME, packed_attention)
+def register() -> None:
+    """With the library, whose layers then find it by its name. Imports the library's modeling code."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, packed_attention)

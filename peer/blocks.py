@@ -1,5 +1,5 @@
-"""Owns the blocks of a span in memory: the library's own decoder layers with just their weights. Knows no
-session.
+"""Owns the blocks of a span in memory: decoder layers, the library's or those of `swarm/layers.py`, with just their
+weights. Knows no session.
 
 With a quantization every linear layer's weight is packed when it is loaded; what is no linear layer (norms, biases,
 routers, a mixture's experts) stays in the dtype. On a CPU that is `swarm/quantized.py`, elsewhere bitsandbytes.
@@ -14,13 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-from transformers import PreTrainedConfig
-from transformers.pytorch_utils import Conv1D
 
-from peer.attention import NAME as ATTENTION
+from peer import attention
 from peer.cache import CacheBudget, CacheShape, SeatCache
 from peer.cuda import quantized_linear
 from peer.fused import FusedBlocks
@@ -32,6 +30,10 @@ from swarm.few_rows import FewRows, FewRowsLinear, FewRowsNorm
 from swarm.memory import Arena, placed_bytes
 from swarm.progress import Progress, silent
 from swarm.quantized import NONE, row_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+    from transformers.pytorch_utils import Conv1D
 
 FIRST_TABLE = 512  # positions
 Stretch = tuple[int, int, bool]  # positions [start, end) of a sequence, and whether it is in longrope's long regime
@@ -133,6 +135,8 @@ class Blocks:
         config = _runtime_config(checkpoint.config)
         if span.end > family.n_blocks(config):
             raise BadInput(f"there are no blocks {span}: the model has {family.n_blocks(config)}")
+        if not family.own_layers:
+            attention.register()
         available = checkpoint.tensor_names()
         layers = [family.build_block(config, index) for index in _range(span)]  # without weights yet
         stored_as = dtype if quantization == NONE else torch.float32  # what is rounded twice is off the grid of a file
@@ -217,7 +221,7 @@ def cache_shape(
 def _runtime_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy of the text model's configuration with what the library's model wrapper would have chosen."""
     runtime = copy(text_config(config))
-    runtime._attn_implementation = ATTENTION
+    runtime._attn_implementation = attention.NAME
     # The library's default; 10 to 40 times faster than "batched_mm".
     runtime._experts_implementation = "grouped_mm"
     return runtime
@@ -242,8 +246,8 @@ def _linears(layer: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, tor
     """(parent, name, product) of those that the library has as layers of their own."""
     for parent in list(layer.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) in (torch.nn.Linear, Conv1D):
-                yield parent, name, cast(torch.nn.Linear | Conv1D, child)
+            if type(child) is torch.nn.Linear or type(child).__name__ == "Conv1D":  # the library's
+                yield parent, name, cast("torch.nn.Linear | Conv1D", child)
 
 
 def quantize(

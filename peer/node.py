@@ -1,16 +1,16 @@
 """A peer as a node of one swarm: model, span, blocks, sessions, record. What all its nodes share is in `peer.py`.
 
-Slow parts run side by side: p2pd starts while the model is opened, blocks load while the directory is read.
+Slow parts run side by side: p2pd starts while the model is opened; blocks that the owner chose load meanwhile, too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from peer import devices
 from peer.announcer import Announcer
@@ -41,7 +41,7 @@ from swarm.leases import Leases
 from swarm.lending import lend
 from swarm.quantized import NONE
 from swarm.reach import Doorbell
-from swarm.tasks import until_one_ends
+from swarm.tasks import Meanwhile, until_one_ends
 
 if TYPE_CHECKING:
     from peer.peer import Peer
@@ -132,35 +132,43 @@ class Node:
 
     async def _join_and_load(self, stack: AsyncExitStack) -> Blocks:
         join = JoinCode.parse(self.config.join) if self.config.join else None
-        starting = Starting(self._peer.hive(join.bootstrap, join.fingerprint)) if join else None
-        async with AsyncExitStack() as failed:
-            if starting:
-                failed.push_async_callback(starting.undo)
-            absent = await asyncio.to_thread(self._open_model, join is not None)
+        if join is None:
+            await asyncio.to_thread(self._open_model, False)
+            await self._choose_quantization()
+            return await self._found(stack)
+        async with AsyncExitStack() as meanwhile:
+            hive = self._peer.hive(join.bootstrap, join.fingerprint)
+            starting = await meanwhile.enter_async_context(Meanwhile(hive, Hive.close))
+            absent = await asyncio.to_thread(self._open_model, True)
+            ahead = None
             if absent is None:
                 await self._choose_quantization()
-            if join is None or starting is None:
-                return await self._found(stack)
+                if (wanted := self._wanted()) is not None:
+                    loading = self._compute(self._load, wanted, None)
+                    ahead = await meanwhile.enter_async_context(Meanwhile(loading))
             self._fingerprint = join.fingerprint
             self._hive = await starting.result()
-            failed.pop_all()
-        stack.push_async_callback(self._hive.close)
-        self._manifest = await fetch_manifest(self._hive, join, JOIN_S)
-        if absent is not None:
-            self._borrowed = Borrowed(self._hive, join, self._manifest, absent, self.config.model_cache_bytes)
-            self._use(await self._borrowed.open_model(stack))
-            await self._choose_quantization()
-        self._open_directory()
-        self._span = await self._choose()
-        return await self._load_announced(stack)
+            stack.push_async_callback(self._hive.close)
+            self._manifest = await fetch_manifest(self._hive, join, JOIN_S)
+            if absent is not None:
+                self._borrowed = Borrowed(self._hive, join, self._manifest, absent, self.config.model_cache_bytes)
+                self._use(await self._borrowed.open_model(stack))
+                await self._choose_quantization()
+            self._open_directory()
+            self._span = await self._choose() if ahead is None or wanted is None else wanted
+            return await self._load_announced(stack, ahead)
 
-    async def _load_announced(self, stack: AsyncExitStack) -> Blocks:
-        """While the blocks load, others see that they are about to be served: who comes meanwhile takes other ones."""
+    async def _load_announced(self, stack: AsyncExitStack, ahead: Meanwhile[Blocks] | None) -> Blocks:
+        """While the blocks load, others see that they are about to be served: who comes meanwhile takes other ones.
+        Those that load `ahead` of the swarm's manifest are compared with it before anybody is served."""
         announcer = Announcer(self._directory, self.record, self.config.renew_s)
         stack.push_async_callback(announcer.leave)  # if it comes to nothing; goodbye is said once
         announcer.renew_soon()
         announcing = asyncio.create_task(announcer.run())
         try:
+            if ahead is not None:
+                await asyncio.to_thread(self._check, self._names(self._span))
+                return await ahead.result()
             await self._fetch(self._span)
             return await self._compute(self._load, self._span, self._check)
         finally:
@@ -172,12 +180,9 @@ class Node:
         self._span = await self._choose()  # before all of a model is read that does not fit
         self._manifest = await asyncio.to_thread(manifests.build, self._checkpoint, self._peer.progress)
         self._fingerprint = manifests.fingerprint(self._manifest)
-        starting = Starting(self._peer.hive((), self._fingerprint))
-        async with AsyncExitStack() as failed:
-            failed.push_async_callback(starting.undo)
+        async with Meanwhile(self._peer.hive((), self._fingerprint), Hive.close) as starting:
             blocks = await self._compute(self._load, self._span, None)
             self._hive = await starting.result()
-            failed.pop_all()
         stack.push_async_callback(self._hive.close)
         self._open_directory()
         return blocks
@@ -209,11 +214,7 @@ class Node:
 
     async def _choose(self) -> Span:
         """The span asked for, else what the swarm lacks most; a founder knows that nothing is covered yet."""
-        wanted = self.config.blocks
-        if wanted is not None:
-            if wanted.end > self._n_blocks:
-                raise BadInput(f"there are no blocks {wanted}: the model has {self._n_blocks}")
-            self._peer.memory(self).check(wanted, self._block_bytes())
+        if (wanted := self._wanted()) is not None:
             return wanted
         view, now = View({}, self._n_blocks), 0.0
         if self.config.join:
@@ -223,6 +224,15 @@ class Node:
         fit = self._peer.memory(self).blocks_that_fit(self._block_bytes())
         self._capacity = min(self._n_blocks, fit, self.config.most_blocks or fit)
         return best_span(view, self._n_blocks, self._capacity, now)
+
+    def _wanted(self) -> Span | None:
+        """The span asked for. Raises BadInput (no such blocks), NotEnoughMemory."""
+        wanted = self.config.blocks
+        if wanted is not None:
+            if wanted.end > self._n_blocks:
+                raise BadInput(f"there are no blocks {wanted}: the model has {self._n_blocks}")
+            self._peer.memory(self).check(wanted, self._block_bytes())
+        return wanted
 
     def _block_bytes(self) -> int:
         """Of the greatest of some blocks, in memory."""
@@ -235,6 +245,12 @@ class Node:
         if self._borrowed is not None:
             records = await self._directory.refresh()
             await self._borrowed.fetch(self._checkpoint, self._family, span, records, self._peer.progress)
+
+    def _names(self, span: Span) -> list[str]:
+        """The stored tensors of its blocks."""
+        config, stored = self._checkpoint.config, self._checkpoint.tensor_names()
+        blocks = range(span.start, span.end)
+        return [name for index in blocks for name in self._family.block_tensors(config, index, stored)]
 
     def _check(self, names: Sequence[str]) -> None:
         """Tensors of a swarm that was joined must be those of its manifest; a founder's have just made it."""
@@ -398,19 +414,3 @@ class Node:
 
     def _positions(self, nbytes: int) -> int:
         return nbytes // self._service.blocks.shape.position_bytes(len(self._span))
-
-
-class Starting:
-    """A hive that starts meanwhile. Unless its result is taken, `undo` leaves nothing of it."""
-
-    def __init__(self, work: Coroutine[Any, Any, Hive]):
-        self._task = asyncio.create_task(work)
-
-    async def result(self) -> Hive:
-        return await self._task
-
-    async def undo(self) -> None:
-        self._task.cancel()
-        for hive in await asyncio.gather(self._task, return_exceptions=True):
-            if isinstance(hive, Hive):
-                await hive.close()

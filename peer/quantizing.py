@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from itertools import cycle
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedConfig
 
 from peer.blocks import estimated_block_bytes, linear_shapes
 from peer.capacity import RESERVE_BYTES, free_memory
@@ -21,6 +21,9 @@ from swarm.compute import ComputeThread
 from swarm.families import Family
 from swarm.few_rows import FewRows, FewRowsLinear
 from swarm.quantized import INT4, INT8, NONE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 MEASURED_BYTES = 48 << 20  # of plain weights: more than the caches hold that serve one core
 ROUNDS = 3

@@ -10,6 +10,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from routing.errors import SwarmError
+from swarm.late import hold_back
 
 if TYPE_CHECKING:
     from swarm.local import LocalSwarm
@@ -19,6 +20,8 @@ __all__ = ["LocalSwarm", "SwarmError", "SwarmModel"]
 
 # tqdm, which transformers imports, says so in a Jupyter without ipywidgets; nothing here shows such bars.
 warnings.filterwarnings("ignore", message="IProgress not found")
+
+hold_back("hivemind")  # before any module imports a part of it
 
 _HOMES = {"SwarmModel": "swarm.model", "LocalSwarm": "swarm.local"}
 

@@ -13,22 +13,17 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
 
 from routing.errors import DamagedWeights, ModelError, ModelNotFound, UnsupportedFamily
+from swarm.plain_config import config_of
 from swarm.progress import Progress, silent
 from swarm.tensor_file import Stored, digest_of_range, read_safetensors_header, read_tensor
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -183,7 +178,7 @@ class DirectoryCheckpoint(Checkpoint):
         self.folder = folder
         self.source = source or str(folder)
         self.cache_dir = cache_dir
-        self.config = read_config(folder)
+        self.config = read_config(folder, cache_dir)
         self._headers: dict[str, dict[str, Stored]] = {}
         self._file_of = self._map_names()
 
@@ -232,6 +227,8 @@ class DirectoryCheckpoint(Checkpoint):
         return read_generation_config(self.folder, self.config)
 
     def reference_model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        from transformers import AutoModelForCausalLM  # the modeling code takes long to import
+
         self._ensure_all_shards()
         model = AutoModelForCausalLM.from_pretrained(
             self.folder, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
@@ -311,11 +308,18 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
     return value
 
 
-def read_config(folder: Path) -> PreTrainedConfig:
+def read_config(folder: Path, cache_dir: Path) -> PreTrainedConfig:
     """Never runs code that comes with a model. Raises ModelNotFound, UnsupportedFamily."""
-    model_type = read_json(folder / CONFIG, "the configuration").get("model_type")
+    file = folder / CONFIG
+    model_type = read_json(file, "the configuration").get("model_type")
     if not isinstance(model_type, str):
-        raise ModelNotFound(f"{folder / CONFIG} does not say its model_type")
+        raise ModelNotFound(f"{file} does not say its model_type")
+    return config_of(file.read_bytes(), cache_dir, lambda: _read_by_library(folder, model_type))
+
+
+def _read_by_library(folder: Path, model_type: str) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except KeyError as error:
@@ -333,6 +337,8 @@ def load_tokenizer(folder: Path, source: str) -> PreTrainedTokenizerBase:
             f"{source} holds no tokenizer: tokenizer.json is missing",
             advice="Copy tokenizer.json and tokenizer_config.json into the directory.",
         )
+    from transformers import AutoTokenizer  # a peer has no use for it
+
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError, TypeError, KeyError, ImportError) as error:
@@ -341,13 +347,15 @@ def load_tokenizer(folder: Path, source: str) -> PreTrainedTokenizerBase:
 
 def read_generation_config(folder: Path, config: PreTrainedConfig) -> GenerationConfig:
     """`generation_config.json`, else the configuration's; `eos_token_id` is a list. Raises ModelNotFound."""
+    from transformers import GenerationConfig
+
     if (folder / "generation_config.json").is_file():
         try:
             generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
         except (ValueError, OSError, TypeError) as error:
             raise ModelNotFound(f"{folder / 'generation_config.json'} is not usable: {error}") from error
     else:
-        generation = GenerationConfig.from_model_config(config)
+        generation = GenerationConfig.from_model_config(config.to_dict())
     return with_eos_list(generation, ())
 
 

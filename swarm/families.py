@@ -13,20 +13,16 @@ from collections.abc import Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    apply_converters,
-    apply_renamings,
-    dot_natural_key,
-)
 
 from routing.errors import BadInput, DamagedWeights, UnsupportedFamily
+from swarm import layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 # Their frequencies depend on the position alone. Those of "dynamic" and "longrope" depend on the length of the whole
 # sequence, which differs between the sessions of one pass: longrope's two regimes are kept apart (`short_context`).
@@ -65,6 +61,8 @@ class Family:
     rotary_class: str | None = "RotaryEmbedding"
     rotary_per_layer_type: bool = False
     grouped_heads: bool = True
+    own_layers: bool = False  # by swarm/layers.py, not by the library's code
+    fused_experts: bool = False  # the library's modules hold experts together that are stored one by one
 
     # Shapes
 
@@ -123,6 +121,25 @@ class Family:
                 raise DamagedWeights(f"the checkpoint lacks {name}")
         return names
 
+    def shapes(self, config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+        """Every tensor of a model, by the usual name, with its shape. Not for families with fused experts."""
+        config = text_config(config)
+        root, size = self.roots[0], (config.hidden_size,)
+        shapes = {root + self.embed: (config.vocab_size, *size), f"{root}{self.norm}.weight": size}
+        for index in range(self.n_blocks(config)):
+            block = self.build_block(config, index).state_dict()
+            shapes |= {f"{root}{self.layers}.{index}.{name}": tuple(each.shape) for name, each in block.items()}
+        if self.norm_class is None:
+            shapes[f"{root}{self.norm}.bias"] = size
+        if self.position_embed:
+            rows = config.max_position_embeddings + self.position_offset
+            shapes[root + self.position_embed] = (rows, *size)
+        if not config.tie_word_embeddings:
+            shapes[self.heads[0]] = (config.vocab_size, *size)
+        if self.head_bias:
+            shapes[self.head_bias] = (config.vocab_size,)
+        return shapes
+
     def assemble(
         self, config: PreTrainedConfig, index: int, stored: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
@@ -131,10 +148,9 @@ class Family:
         Most pass through. Experts, stored one by one, are fused as the library's own conversion mapping says;
         the fused copy is the only one that stays. Raises DamagedWeights if some are missing.
         """
-        names = sorted(stored, key=dot_natural_key)  # the order of the experts
         plain: dict[str, torch.Tensor] = {}
         fused: dict[str, WeightConverter] = {}
-        for name in names:
+        for name in self._by_expert(stored):
             inside = name.split(f"{self.layers}.{index}.", 1)[1]
             target, converter, pattern = self._target(inside)
             if converter is None:
@@ -151,11 +167,21 @@ class Family:
             plain.update({key: value[0] if isinstance(value, list) else value for key, value in converted.items()})
         return plain
 
+    def _by_expert(self, names: Collection[str]) -> Collection[str]:
+        """In the order of the experts, where there are some."""
+        if not self.fused_experts:
+            return names
+        from transformers.core_model_loading import dot_natural_key
+
+        return sorted(names, key=dot_natural_key)
+
     def _target(self, inside: str) -> tuple[str, WeightConverter | None, str]:
         """For a stored name within a block: the module's name, what fuses it, and by which pattern."""
-        renamings, converters = _conversions(self.name)
-        if not renamings and not converters:
+        if not self.fused_experts:
             return inside, None, ""
+        from transformers.core_model_loading import apply_converters, apply_renamings
+
+        renamings, converters = _conversions(self.name)
         # The patterns begin with a dot.
         renamed, pattern = apply_converters(apply_renamings("." + inside, list(renamings)), list(converters))
         owner = next((c for c in converters if pattern in c.source_patterns), None) if pattern else None
@@ -164,7 +190,7 @@ class Family:
     # Modules
 
     def build_block(self, config: PreTrainedConfig, index: int) -> torch.nn.Module:
-        """The library's layer on the meta device, in eval mode. Its index decides windows and scales."""
+        """The layer on the meta device, in eval mode. Its index decides windows and scales."""
         with torch.device("meta"):
             return self._class(self.block_class)(config, index).eval()
 
@@ -215,6 +241,8 @@ class Family:
         return getattr(config, self.logit_scale_key) if self.logit_scale_key else None
 
     def _class(self, suffix: str) -> Any:
+        if self.own_layers:
+            return getattr(layers, suffix)
         package = self.name.removesuffix("_text")
         module = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
         return getattr(module, self.classes + suffix)
@@ -223,12 +251,12 @@ class Family:
 SUPPORTED: dict[str, Family] = {
     family.name: family
     for family in (
-        Family(name="llama", classes="Llama"),
-        Family(name="mistral", classes="Mistral"),
-        Family(name="qwen2", classes="Qwen2"),
-        Family(name="qwen3", classes="Qwen3"),
-        Family(name="mixtral", classes="Mixtral"),
-        Family(name="qwen3_moe", classes="Qwen3Moe"),
+        Family(name="llama", classes="Llama", own_layers=True),
+        Family(name="mistral", classes="Mistral", own_layers=True),
+        Family(name="qwen2", classes="Qwen2", own_layers=True),
+        Family(name="qwen3", classes="Qwen3", own_layers=True),
+        Family(name="mixtral", classes="Mixtral", fused_experts=True),
+        Family(name="qwen3_moe", classes="Qwen3Moe", fused_experts=True),
         Family(name="phi3", classes="Phi3", longrope=True),
         Family(
             name="granite",
@@ -389,6 +417,9 @@ def _rope_types(config: PreTrainedConfig) -> list[str]:
 
 @cache
 def _conversions(model_type: str) -> tuple[tuple[WeightRenaming, ...], tuple[WeightConverter, ...]]:
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
     transforms = get_checkpoint_conversion_mapping(model_type) or []
     renamings = tuple(transform for transform in transforms if isinstance(transform, WeightRenaming))
     converters = tuple(transform for transform in transforms if isinstance(transform, WeightConverter))

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, PreTrainedConfig
-from transformers.integrations import GGUF_CONFIG_MAPPING
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from routing.errors import DamagedWeights, ModelError, UnsupportedFamily
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # GGUF architecture -> (transformers model type, number of blocks of the size that scales attention by heads)
 ARCHITECTURES = {
@@ -41,6 +41,9 @@ def read_config(
     `rope_factors` is the tensor of that name, if the file has one. Raises UnsupportedFamily, ModelError,
     DamagedWeights (keys missing).
     """
+    from transformers import AutoConfig
+    from transformers.integrations import GGUF_CONFIG_MAPPING
+
     architecture = str(metadata.get("general.architecture"))
     if architecture not in ARCHITECTURES:
         raise UnsupportedFamily(
@@ -132,6 +135,8 @@ def _llama3_scaling(factors: np.ndarray) -> dict[str, Any]:
 
 def _scales_like(config: PreTrainedConfig, factors: np.ndarray) -> bool:
     """Whether the configuration divides the rotary frequencies by `factors`; other models run wrongly."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     inv_freq, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     halves = torch.arange(len(inv_freq)) / len(inv_freq)
     plain = config.rope_parameters["rope_theta"] ** -halves

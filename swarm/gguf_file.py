@@ -1,4 +1,4 @@
-"""Owns reading a GGUF file as a checkpoint with transformers' names and layout. Knows no family's blocks.
+"""Owns reading a GGUF file as a checkpoint with transformers' names and layout.
 
 Names come from gguf's map; the layout (llama's rotary halves are stored interleaved, gemma's norms off by
 one) and the tokenizer from transformers' own GGUF support. Opening takes milliseconds; the tokenizer is
@@ -16,31 +16,28 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
 import torch
-import transformers
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
-from transformers.integrations.gguf import read_gguf_metadata
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from routing.errors import DamagedWeights, ModelError, ModelNotFound
 from swarm import disk_cache
 from swarm.checkpoint import Checkpoint, with_eos_list
+from swarm.families import family_of
 from swarm.gguf_config import END_KEYS, ROPE_FACTORS, read_config
+from swarm.plain_config import config_of
 from swarm.tensor_file import digest_of_range, read_range
 
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+AS_THEY_LIE = ("qwen2", "qwen3")  # whose tensors have transformers' layout
 CHUNK_BYTES = 4 * 2**20  # dequantized at a time, so that a large embedding is never whole in float32
+WIDE_BYTES = 16 * 2**10  # of rows dequantized as one
 # What a damaged header makes the two header readers raise.
 HEADER_ERRORS = (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, struct.error)
 
@@ -64,19 +61,11 @@ class GgufCheckpoint(Checkpoint):
         self.source = source or str(path)
         self.cache_dir = cache_dir
         self._entries, self._header_bytes, self._metadata = read_header(path)
-        embedding = self._entries.get("token_embd.weight")
-        if embedding is None:
+        if "token_embd.weight" not in self._entries:
             raise ModelError(f"{path} is no language model: it has no token_embd.weight")
-        factors = self._entries.get(ROPE_FACTORS)
-        self.config = read_config(
-            path,
-            self._metadata,
-            vocab_size=embedding.shape[0],
-            tied="output.weight" not in self._entries,
-            rope_factors=None if factors is None else self._stored(factors, torch.float32).numpy(),
-        )
-        processor = TENSOR_PROCESSORS.get(self._architecture, TensorProcessor)
-        self._processor = processor(config=self._head_counts())
+        factors = b"" if (entry := self._entries.get(ROPE_FACTORS)) is None else self._bytes(entry)
+        header = read_range(path, 0, self._header_bytes).numpy().tobytes()
+        self.config = config_of(header + factors, cache_dir, self._read_config)
 
     def tensor_names(self) -> frozenset[str]:
         return frozenset(self._by_name)
@@ -114,6 +103,8 @@ class GgufCheckpoint(Checkpoint):
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Converted the first time (seconds, if merges must be derived), then read from the cache."""
+        from transformers import PreTrainedTokenizerFast  # a peer has no use for it
+
         folder = self.cache_dir / "tokenizers" / self._tokenizer_key()
         if (folder / "tokenizer.json").is_file():
             return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
@@ -122,14 +113,19 @@ class GgufCheckpoint(Checkpoint):
         return tokenizer
 
     def generation_config(self) -> GenerationConfig:
+        from transformers import GenerationConfig
+
         ends = (self._metadata.get(f"tokenizer.ggml.{key}") for key in END_KEYS)
-        return with_eos_list(GenerationConfig.from_model_config(self.config), ends)
+        return with_eos_list(GenerationConfig.from_model_config(self.config.to_dict()), ends)
 
     def reference_model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING  # takes long to import
+
+        config = self._read_config()
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         model, info = model_class.from_pretrained(
             None,
-            config=self.config,
+            config=config,
             state_dict=self.load(self.tensor_names(), dtype),
             dtype=dtype,
             output_loading_info=True,
@@ -142,29 +138,47 @@ class GgufCheckpoint(Checkpoint):
     def _architecture(self) -> str:
         return self._metadata["general.architecture"]
 
-    def _head_counts(self) -> dict[str, Any]:
-        heads = self.config.num_attention_heads
-        return {
-            "num_attention_heads": heads,
-            "num_key_value_heads": getattr(self.config, "num_key_value_heads", None) or heads,
-        }
+    def _read_config(self) -> PreTrainedConfig:
+        """By the library."""
+        factors = self._entries.get(ROPE_FACTORS)
+        return read_config(
+            self.path,
+            read_metadata(self.path),
+            vocab_size=self._entries["token_embd.weight"].shape[0],
+            tied="output.weight" not in self._entries,
+            rope_factors=None if factors is None else self._stored(factors, torch.float32).numpy(),
+        )
+
+    def _in_our_layout(self, entry: Entry, weight: torch.Tensor) -> torch.Tensor:
+        """A tensor as transformers has it, from how the file has it."""
+        if self._architecture in AS_THEY_LIE or entry.name == "output.weight":  # gpt2's processor has its own way
+            return weight
+        if self._architecture == "llama":
+            heads = {"attn_q": self.config.num_attention_heads, "attn_k": self.config.num_key_value_heads}
+            count = heads.get(entry.name.split(".")[-2])
+            return weight if count is None else _halves(weight, count)
+        # The processors are written for numpy, but reshape, transpose and subtract alike in torch.
+        return self._processor.process(weights=weight, name=entry.name).weights
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+        return TENSOR_PROCESSORS.get(self._architecture, TensorProcessor)(config={})
 
     @cached_property
     def _by_name(self) -> dict[str, tuple[Entry, tuple[int, ...]]]:
         """HF name -> where it is stored, and its shape there. Raises ModelError if any differ."""
-        with torch.device("meta"):
-            expected = AutoModelForCausalLM.from_config(self.config).state_dict()
         names = gguf.get_tensor_name_map(_arch_of(self._architecture), self.config.num_hidden_layers)
         found: dict[str, tuple[Entry, tuple[int, ...]]] = {}
-        for name, weight in expected.items():
+        for name, shape in family_of(self.config).shapes(self.config).items():
             stem, dot, suffix = name.rpartition(".")
             stored_name = f"{names.get_name(stem)}{dot}{suffix}"
             if entry := self._entries.get(stored_name):
-                shape = tuple(weight.shape)
                 if sorted(entry.shape) != sorted(shape):
                     raise ModelError(f"{self.path}: {stored_name} is {entry.shape}, {name} should be {shape}")
                 found[name] = (entry, shape)
-            elif not (name == "lm_head.weight" and self.config.tie_word_embeddings):
+            else:
                 raise ModelError(f"{self.path} lacks {stored_name}, which the model needs as {name}")
         strangers = self._entries.keys() - {entry.name for entry, _ in found.values()} - {ROPE_FACTORS}
         if strangers:
@@ -185,9 +199,7 @@ class GgufCheckpoint(Checkpoint):
         """A vector is handled in float32, or gemma's norms would lose precision; a matrix is only moved."""
         entry, shape = self._by_name[name]
         weight = self._stored(entry, torch.float32 if len(entry.shape) == 1 else dtype)
-        if entry.name != "output.weight":  # the gpt2 processor has its own, other way with it
-            # The processors are written for numpy, but reshape, transpose and subtract alike in torch.
-            weight = self._processor.process(weights=weight, name=entry.name).weights
+        weight = self._in_our_layout(entry, weight)
         assert tuple(weight.shape) == shape, (name, weight.shape, shape)
         return weight.to(dtype).contiguous()
 
@@ -203,22 +215,30 @@ class GgufCheckpoint(Checkpoint):
             out[start : start + step] = self._rows(entry, start, min(start + step, rows))
         return out.view(entry.shape)
 
+    def _bytes(self, entry: Entry) -> bytes:
+        return read_range(self.path, entry.offset, entry.nbytes).numpy().tobytes()
+
     def _rows(self, entry: Entry, start: int, end: int) -> torch.Tensor:
         """Rows `[start, end)` in float32 [end - start, columns]."""
-        row_bytes = entry.nbytes // math.prod(entry.shape[:-1])
-        raw = read_range(self.path, entry.offset + start * row_bytes, (end - start) * row_bytes)
+        count, row_bytes = end - start, entry.nbytes // math.prod(entry.shape[:-1])
+        raw = read_range(self.path, entry.offset + start * row_bytes, count * row_bytes)
+        # Some rows as one: gguf takes sixteen at a time, and short ones it takes longer to call than to compute.
+        together = max(n for n in range(1, 1 + max(1, WIDE_BYTES // row_bytes)) if count % n == 0)
         try:
-            return torch.from_numpy(gguf.dequantize(raw.numpy().reshape(end - start, row_bytes), entry.kind))
+            values = gguf.dequantize(raw.numpy().reshape(count // together, together * row_bytes), entry.kind)
+            return torch.from_numpy(values).view(count, -1)
         except NotImplementedError:
             raise ModelError(f"{self.path} stores {entry.name} as {entry.kind.name}, which cannot be read") from None
 
     def _tokenizer_key(self) -> str:
         """The tokenizer follows from the header and from the library that converts it."""
-        digest = hashlib.blake2b(digest_size=16, key=transformers.__version__.encode())
+        digest = hashlib.blake2b(digest_size=16, key=version("transformers").encode())
         digest.update(digest_of_range(self.path, 0, self._header_bytes))
         return digest.hexdigest()
 
     def _convert_tokenizer(self) -> PreTrainedTokenizerBase:
+        from transformers import PreTrainedTokenizerFast
+
         # Not AutoTokenizer: it comes to the same, but first reads the header with gguf's slow reader (4 s).
         try:
             return PreTrainedTokenizerFast.from_pretrained(
@@ -246,7 +266,7 @@ class _TensorTable(gguf.GGUFReader):
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], int, dict[str, Any]]:
-    """Tensors by their GGUF names, the bytes before them, the metadata (an array of strings as its length).
+    """Tensors by their GGUF names, the bytes before them, the metadata without its arrays.
 
     Raises ModelNotFound (no GGUF file), DamagedWeights (truncated), ModelError (one part of several).
     """
@@ -254,13 +274,17 @@ def read_header(path: Path) -> tuple[dict[str, Entry], int, dict[str, Any]]:
         with path.open("rb") as stream:
             if stream.read(4) != b"GGUF":
                 raise ModelNotFound(f"{path} is not a GGUF file")
-        metadata, _ = read_gguf_metadata(str(path))
+        table = _TensorTable(path)
+        metadata = {
+            name: field.contents()
+            for name, field in table.fields.items()
+            if field.types and field.types[0] != gguf.GGUFValueType.ARRAY
+        }
         if metadata.get("split.count", 1) > 1:
             raise ModelError(
                 f"{path} is one of {metadata['split.count']} parts",
                 advice="Merge the parts into one file with llama-gguf-split --merge.",
             )
-        table = _TensorTable(path)
         entries = {
             str(tensor.name): Entry(
                 name=str(tensor.name),
@@ -276,6 +300,21 @@ def read_header(path: Path) -> tuple[dict[str, Entry], int, dict[str, Any]]:
     except HEADER_ERRORS as error:
         raise DamagedWeights(f"{path} is truncated or damaged: {error}") from error
     return entries, int(table.data_offset), metadata
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """By the library's reader: arrays too, of strings the length alone. Raises DamagedWeights."""
+    from transformers.integrations.gguf import read_gguf_metadata
+
+    try:
+        return read_gguf_metadata(str(path))[0]
+    except HEADER_ERRORS as error:
+        raise DamagedWeights(f"{path} is truncated or damaged: {error}") from error
+
+
+def _halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """weight [heads x d, ...] whose rotary pairs are rows beside each other: they go d/2 rows apart."""
+    return weight.view(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
 def keep_folder(folder: Path, fill: Callable[[Path], object]) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, Generic, TypeVar
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -25,6 +26,33 @@ async def until_one_ends(works: Iterable[Awaitable[Any]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Meanwhile(Generic[T]):
+    """`async with`: work that goes on meanwhile. Unless its result is taken, nothing of it is left afterwards."""
+
+    def __init__(self, work: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[None]] | None = None):
+        """`undo` ends what the work gives."""
+        self._work, self._undo = work, undo
+        self._task: asyncio.Task[T]
+        self._taken = False
+
+    async def __aenter__(self) -> Meanwhile[T]:
+        self._task = asyncio.create_task(self._work)
+        return self
+
+    async def result(self) -> T:
+        result = await self._task
+        self._taken = True
+        return result
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._taken:
+            return
+        self._task.cancel()
+        (result,) = await asyncio.gather(self._task, return_exceptions=True)
+        if self._undo is not None and not isinstance(result, BaseException):
+            await self._undo(result)
 
 
 class Tasks:

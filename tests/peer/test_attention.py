@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
-from peer.attention import NAME, Pack, Segment, packed_attention
+from peer.attention import NAME, Pack, Segment, packed_attention, register
 from peer.cache import CacheShape, SeatCache
 from swarm import native
 
@@ -174,4 +174,5 @@ def test_a_keyword_that_it_does_not_know_is_an_error():
 
 
 def test_the_library_finds_it_by_name():
+    register()
     assert AttentionInterface()[NAME] is packed_attention

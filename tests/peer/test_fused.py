@@ -93,8 +93,7 @@ def test_window_and_scale_are_those_that_the_layer_tells_its_attention(tmp_path)
     """However far the window reaches: rows as short as those compared would not show it."""
     blocks = load("mistral", tmp_path)
     layer = copy.deepcopy(blocks.layers[0])
-    layer.self_attn.config = copy.deepcopy(layer.self_attn.config)
-    layer.self_attn.config.sliding_window, layer.self_attn.scaling = 4096, 0.5
+    layer.self_attn.sliding_window, layer.self_attn.scaling = 4096, 0.5
     ours = FusedBlock.of(layer, 0, blocks.shape, tables(blocks))
     assert ours is not None and (ours.window, ours.scale) == (4096, 0.5)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -14,11 +15,12 @@ from peer import devices
 from peer.config import PeerConfig
 from peer.node import Node
 from peer.peer import Peer
-from routing.errors import ModelError, UnsupportedQuantization
+from routing.errors import DamagedWeights, ModelError, UnsupportedQuantization
 from routing.placement import best_span
 from routing.types import PeerRecord, PeerState, Span
 from routing.view import RecordsSeen, View, apply
 from swarm.identity import Identity
+from swarm.tasks import Meanwhile
 from tests.whole.stand_ins import until
 
 BLOCKS = 6
@@ -63,7 +65,7 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> tuple[Node, Told]:
 async def test_while_its_blocks_load_a_peer_is_seen_and_who_comes_then_takes_others(loading: tuple[Node, Told]) -> None:
     node, told = loading
     async with AsyncExitStack() as stack:
-        assert await node._load_announced(stack) == "the blocks"
+        assert await node._load_announced(stack, None) == "the blocks"
         [record] = told.records
         assert (record.peer_id, record.span) == (node._peer.identity.peer_id, Span(0, 3))
         assert record.state is PeerState.JOINING and told.left == 0
@@ -82,7 +84,7 @@ async def test_a_peer_whose_blocks_cannot_be_loaded_says_goodbye(
     monkeypatch.setattr(node, "_load", load)
     with pytest.raises(ModelError):
         async with AsyncExitStack() as stack:
-            await node._load_announced(stack)
+            await node._load_announced(stack, None)
     assert told.records and told.left == 1
 
 
@@ -94,6 +96,49 @@ async def test_a_quantization_that_the_device_cannot_do_is_told_before_anything_
     with pytest.raises(UnsupportedQuantization, match="int4 is for CPUs"):
         async with Peer([PeerConfig(model="./nowhere", quantize="int4", device="cuda")]):
             pass
+
+
+async def test_blocks_that_load_ahead_of_the_manifest_are_compared_with_it(
+    loading: tuple[Node, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, told = loading
+    compared: list[Any] = []
+    monkeypatch.setattr(node, "_names", lambda span: [f"tensors of {span}"])
+    monkeypatch.setattr(node, "_check", compared.append)
+    async with AsyncExitStack() as stack, Meanwhile(node._compute(node._load, Span(0, 3), None)) as ahead:
+        assert await node._load_announced(stack, ahead) == "the blocks"
+    assert compared == [["tensors of 0:3"]]
+
+    def differs(names: Any) -> None:
+        raise DamagedWeights("a tensor is not the swarm's")
+
+    monkeypatch.setattr(node, "_check", differs)
+    with pytest.raises(DamagedWeights):
+        async with AsyncExitStack() as stack, Meanwhile(node._compute(node._load, Span(0, 3), None)) as ahead:
+            await node._load_announced(stack, ahead)
+    assert told.left == 2
+
+
+async def test_work_whose_result_is_not_taken_leaves_nothing() -> None:
+    undone: list[str] = []
+
+    async def undo(result: str) -> None:
+        undone.append(result)
+
+    async def work() -> str:
+        return "a hive"
+
+    async with Meanwhile(work(), undo) as taken:
+        assert await taken.result() == "a hive"
+    assert not undone
+    with pytest.raises(ModelError):
+        async with Meanwhile(work(), undo):
+            await asyncio.sleep(0)
+            raise ModelError("no such model")
+    assert undone == ["a hive"]
+    async with Meanwhile(asyncio.sleep(3600, "too late"), undo):
+        await asyncio.sleep(0)
+    assert undone == ["a hive"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from routing.errors import BadInput, DamagedWeights, UnsupportedFamily
 from swarm.checkpoint import open_checkpoint
@@ -106,6 +107,23 @@ def test_the_text_half_of_a_multimodal_gemma3_is_a_gemma3():
     assert family.name == "gemma3_text"
     assert family.n_blocks(config) == config.text_config.num_hidden_layers
     assert text_config(config).model_type == "gemma3_text"
+
+
+def test_mixtures_alone_are_stored_otherwise_than_the_modules_name_their_tensors():
+    converted = {name for name in SUPPORTED if get_checkpoint_conversion_mapping(name)}
+    assert converted == {name for name, family in SUPPORTED.items() if family.fused_experts}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", [name for name, family in SUPPORTED.items() if not family.fused_experts])
+def test_the_shapes_of_a_whole_model_are_those_of_the_library(family, tied):
+    small = {**SMALL, "num_hidden_layers": 2, "tie_word_embeddings": tied}
+    config, family = CONFIG_MAPPING[family](**small), SUPPORTED[family]
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(config).state_dict()
+    head = theirs.pop(family.heads[-1])  # gpt_neox stores it under another name than its module has
+    expected = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
+    assert family.shapes(config) == expected | ({} if tied else {family.heads[0]: tuple(head.shape)})
 
 
 def test_blocks_and_client_together_need_every_stored_tensor_once(checkpoint):
