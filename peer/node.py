@@ -20,6 +20,7 @@ from peer.blocks import Blocks, estimated_block_bytes
 from peer.borrowed import Borrowed
 from peer.cache import CacheBudget
 from peer.capacity import Memory, Speed, free_memory, measure
+from peer.choosing import TURN_S, Turn
 from peer.config import PeerConfig
 from peer.cuda import check_device
 from peer.measured import measured, setting_of
@@ -112,6 +113,7 @@ class Node:
         self._leases: Leases
         self._span: Span
         self._capacity = 0  # blocks, if it may choose
+        self._turn: Turn  # to choose, among newcomers
         self._service: Service
         self._succession: Succession
         self._announcer: Announcer
@@ -219,13 +221,17 @@ class Node:
         announcer = Announcer(self._directory, self.record, self.config.renew_s)
         stack.push_async_callback(announcer.leave)  # if it comes to nothing; goodbye is said once
         announcer.renew_soon()
-        announcing = asyncio.create_task(announcer.run())
+        announcing = asyncio.create_task(self._tell_choice(announcer))
         try:
             await self._fetch(self._span)
             return await self._thread.run(self._load, self._span, self._check)
         finally:
             announcing.cancel()
             await asyncio.gather(announcing, return_exceptions=True)
+
+    async def _tell_choice(self, announcer: Announcer) -> None:
+        await self._turn.chosen(self._span)
+        await announcer.run()
 
     async def _found(self, stack: AsyncExitStack) -> Blocks:
         """Begin a swarm: the whole checkpoint is here, and its manifest names the swarm."""
@@ -283,6 +289,7 @@ class Node:
         hive, identity, swarm_id = self._hive, self._identity, self._fingerprint
         self._directory = Directory(hive, identity, swarm_id, self._n_blocks, sequences=sequences)
         self._leases = Leases(hive, identity, swarm_id, sequences)
+        self._turn = Turn(self._n_blocks, Leases(hive, identity, swarm_id, sequences, TURN_S), hive.dht_time)
 
     async def _choose(self) -> Span:
         """The span asked for, else what the swarm lacks most; a founder knows that nothing is covered yet."""
@@ -292,13 +299,13 @@ class Node:
                 raise BadInput(f"there are no blocks {wanted}: the model has {self._n_blocks}")
             self._memory().check(wanted, self._block_bytes())
             return wanted
-        view, now = View({}, self._n_blocks), 0.0
-        if self.config.join:
-            now = self._hive.dht_time()
-            records, leases = await asyncio.gather(self._directory.refresh(), self._leases.read())
-            view = with_leases(apply(view, RecordsSeen(records)), leases)
         fit = self._memory().blocks_that_fit(self._block_bytes())
         self._capacity = min(self._n_blocks, fit, self.config.most_blocks or fit)
+        view, now = View({}, self._n_blocks), 0.0
+        if self.config.join and self._capacity < self._n_blocks:
+            leases = await self._turn.come()
+            records = await self._directory.refresh()  # not before: who had an earlier turn is in it
+            view, now = with_leases(apply(view, RecordsSeen(records)), leases), self._hive.dht_time()
         return best_span(view, self._n_blocks, self._capacity, now)
 
     def _block_bytes(self) -> int:

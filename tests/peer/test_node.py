@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from peer.choosing import Turn
 from peer.config import PeerConfig
 from peer.node import Node
 from routing.errors import ModelError
@@ -50,6 +51,7 @@ class Slow:
 @pytest.fixture
 def loading(monkeypatch: pytest.MonkeyPatch) -> tuple[Node, Told]:
     node, told = Node(PeerConfig(model="smollm2")), Told()
+    node._turn = Turn(BLOCKS, Told(), lambda: 0.0)  # type: ignore[arg-type]
     node._identity, node._span, node._directory = Identity.generate(), Span(0, 3), told  # type: ignore[assignment]
     node._thread = Slow(lambda: told.records)  # type: ignore[assignment]
     monkeypatch.setattr(node, "_load", lambda span, check: "the blocks")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from routing.rebalancing import Lease, Rebalancer, goes_first, may_leave, overlap
+from routing.rebalancing import Lease, Rebalancer, goes_first, may_choose, may_leave, overlap, with_leases
 from routing.types import PeerState, Span
 from tests.routing.test_placement import view_of
 
@@ -70,3 +70,26 @@ def test_before_old_blocks_are_given_up_they_must_have_somebody_else():
     alone = view_of(4, ("a", "0:2", SERVING), ("z", "2:4", DRAINING))
     assert not may_leave(alone, mine, [mine], 1.0)
     assert not may_leave(BARE, mine, [mine, lease("b", "2:4"), lease("c", "2:4")], 1.0)  # they go too
+
+
+@pytest.mark.parametrize(("mine", "other", "next_one"), [(5.0, 6.0, True), (6.0, 5.0, False), (5.0, 5.0, True)])
+def test_newcomers_choose_one_at_a_time_the_oldest_first_then_the_lower_id(mine, other, next_one):
+    a, b = lease("a", "0:4", mine), lease("b", "0:4", other)
+    assert may_choose(a, [a, b], 4, 7.0) is next_one
+    assert may_choose(b, [a, b], 4, 7.0) is not next_one
+
+
+def test_a_newcomer_waits_neither_for_who_has_chosen_nor_for_who_is_dead():
+    mine = lease("b", "0:4", 5.0)
+    assert may_choose(mine, [lease("a", "0:2", 4.0), mine], 4, 7.0)
+    assert may_choose(mine, [lease("a", "0:4", 4.0, lasts=2.0), mine], 4, 7.0)
+
+
+def test_a_newcomer_that_has_chosen_is_joining_and_one_that_still_chooses_is_not_there():
+    after = with_leases(BARE, [lease("x", "2:4"), lease("y", "0:4")])
+    assert after.records["x"].state is JOINING and after.records["x"].span == Span(2, 4) and "y" not in after.records
+    assert Rebalancer("a").look(BARE, [lease("x", "2:4")], 2, 1.0) is None  # nothing is left to rescue
+
+
+def test_who_drains_is_not_taken_for_a_newcomer():
+    assert with_leases(BARE, [lease("z", "0:2", 5.0)]).records["z"].state is DRAINING
