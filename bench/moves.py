@@ -69,9 +69,11 @@ def _moves(setting: Setting, prompts: Sequence[list[int]]) -> Outcome:
                 client.send(client.request([prompt], SIX.answer_tokens, tell_at=1, most_s=SIX.seconds))
             used = Counter(peer_id for client in clients for peer_id in client.next()["route"])
             _until(began + LEAVES_S)
-            swarm.by_id(used.most_common(1)[0][0]).ask_to_leave()
+            leaver = swarm.by_id(used.most_common(1)[0][0])
+            leaver.ask_to_leave()
             _until(began + JOINS_S)
-            newcomer.give_code(swarm.join_code)
+            # The swarm's own code names its founder, who may be the one that left.
+            newcomer.give_code(next(peer.facts["join_code"] for peer in swarm.peers if peer is not leaver))
             newcomer.wait_serving()
             watch.listen(newcomer)
             runs, dropped = _answers(clients)
