@@ -62,6 +62,10 @@ class Metrics(Collector):
             lambda: _links(service, traffic),
         ]
 
+    def forget_service(self) -> None:
+        """There is none for a while, and its memory is needed."""
+        self._of_service = []
+
     def watch_directory(self, record: Callable[[], PeerRecord], announcer: Announcer, hive: Hive) -> None:
         """What this peer says of itself in the swarm's directory, and the daemon that carries it. `record` describes
         the peer as it is now."""

@@ -6,8 +6,9 @@ Slow parts run side by side: p2pd starts while the model is opened, blocks load 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +29,9 @@ from peer.outside import Outside
 from peer.quantizing import choose
 from peer.rebalancing import Rebalancing
 from peer.scrape import MetricsServer
-from peer.service import Service
+from peer.service import Load, Service
 from peer.succession import Succession
-from routing.errors import BadInput, ModelNotFound, NotEnoughMemory
+from routing.errors import BadInput, ModelNotFound, NotEnoughMemory, StartError, SwarmError
 from routing.placement import best_span
 from routing.reach import Notice
 from routing.rebalancing import with_leases
@@ -114,13 +115,13 @@ class Node:
         self._span: Span
         self._capacity = 0  # blocks, if it may choose
         self._turn: Turn  # to choose, among newcomers
-        self._service: Service
         self._succession: Succession
         self._announcer: Announcer
         self._outside: Outside
         self._metrics: Metrics | None = None
         self._metrics_url: str | None = None
         self._state = PeerState.JOINING
+        self._leaving = False
         self._addresses: tuple[str, ...] = ()
         self.serving: Serving
 
@@ -157,6 +158,7 @@ class Node:
     async def hand_over(self) -> None:
         """Before it is left: no new sessions, and time for the clients to move those that are here. `run` goes on
         meanwhile."""
+        self._leaving = True
         if not self.sessions:
             return
         self._state = PeerState.DRAINING
@@ -314,11 +316,11 @@ class Node:
         dtype, quantization = self.config.torch_dtype, self._quantization
         return max(estimated_block_bytes(config, self._family, i, dtype, quantization) for i in some)
 
-    def _memory(self, taken_bytes: int = 0) -> Memory:
-        """`taken_bytes`: of the owner's limit."""
+    def _memory(self, taken_bytes: int = 0, freed_bytes: int = 0) -> Memory:
+        """`taken_bytes`: of the owner's limit. `freed_bytes`: of what is in use now, and will not be then."""
         config, limit = self.config, self.config.max_memory_bytes
         return Memory(
-            free_bytes=free_memory(config.device),
+            free_bytes=free_memory(config.device) + freed_bytes,
             limit_bytes=None if limit is None else max(0, limit - taken_bytes),
             cache_bytes=config.cache_bytes,
         )
@@ -349,8 +351,7 @@ class Node:
     async def _serve(self, stack: AsyncExitStack, blocks: Blocks) -> None:
         config, hive, peer_id = self.config, self._hive, self._identity.peer_id
         speed = await self._thread.run(self._measured, blocks)
-        self._service = self._make_service(blocks, speed)
-        self._succession = Succession(self._service)
+        self._succession = Succession(self._make_service(blocks, speed))
         stack.push_async_callback(self._succession.close)
         endpoint = self._endpoint = Endpoint(
             identity=self._identity,
@@ -421,14 +422,16 @@ class Node:
             clock=self._hive.dht_time,
             load=self._load_beside,
             switch=self._switch,
+            replace=self._replace,
         )
 
     async def _load_beside(self, span: Span) -> Blocks:
-        """Off the compute thread, which goes on serving. Raises NotEnoughMemory if both spans do not fit: then the old
-        one stays, since nobody is to notice a move."""
-        taken = self._service.blocks.nbytes + self._service.budget.used_bytes
-        if self._memory(taken).blocks_that_fit(self._block_bytes()) < len(span):
+        """Off the compute thread, which goes on serving. Raises NotEnoughMemory if both spans do not fit."""
+        if not self._fits(span, self._memory(self._service_bytes)):
             raise NotEnoughMemory(f"blocks {span} do not fit beside {self._span}")
+        return await self._load_aside(span)
+
+    async def _load_aside(self, span: Span) -> Blocks:
         await self._fetch(span)
         return await asyncio.to_thread(self._load, span, self._check)
 
@@ -436,15 +439,66 @@ class Node:
         """Serve other blocks, and hand over the sessions that need the old ones."""
         if self._state is not PeerState.SERVING:
             return
-        load = self._service.load  # the machine is the same, and so is a block
-        self._service = self._make_service(blocks, Speed(decode={1: load.decode_s}, prefill={1: load.prefill_s}))
-        self._span = blocks.span
-        self._succession.succeed(self._service, self._endpoint)
-        if self._metrics is not None:
-            self._metrics.watch_service(self._service, self._endpoint.traffic)
-        self._announcer.renew_soon()
+        self._succeed(blocks, self._service.load)
         self._moved(blocks.span)
         await self._succession.retire()
+
+    async def _replace(self, span: Span, may: Callable[[], Awaitable[bool]]) -> bool:
+        """Where both spans do not fit: hand the sessions over, give up the old blocks, then load; if that fails, the
+        old ones again. Whether the new ones are served. Raises StartError if neither can be loaded."""
+        load, former = self._service.load, self._span
+        if self._state is not PeerState.SERVING or not self._fits(span, self._memory(freed_bytes=self._service_bytes)):
+            return False
+        self._tell_state(PeerState.DRAINING, former)
+        if not await self._succession.vacate(may):
+            if not self._leaving:
+                self._tell_state(PeerState.SERVING, former)
+            return False
+        if self._metrics is not None:
+            self._metrics.forget_service()
+        gc.collect()  # services and their sessions know one another
+        problems = []
+        for wanted in (span, former):
+            self._tell_state(PeerState.JOINING, wanted)
+            try:
+                self._succeed(await self._load_aside(wanted), load)
+            except (SwarmError, OSError, RuntimeError, MemoryError) as error:  # RuntimeError: torch's
+                log.warning("blocks %s could not be loaded: %s", wanted, error)
+                problems.append(str(error))
+                continue
+            self._tell_state(PeerState.SERVING, wanted)
+            self._moved(wanted)
+            return wanted == span
+        raise StartError(f"this peer has no blocks any more: {'; '.join(problems)}", advice="Start it again.")
+
+    def _tell_state(self, state: PeerState, span: Span) -> None:
+        self._state, self._span = state, span
+        self._announcer.renew_soon()
+
+    def _succeed(self, blocks: Blocks, load: Load) -> None:
+        """`load`: of the service before. The machine is the same, and so is a block."""
+        speed = Speed(decode={1: load.decode_s}, prefill={1: load.prefill_s})
+        service = self._make_service(blocks, speed)
+        self._span = blocks.span
+        self._succession.succeed(service, self._endpoint)
+        if self._metrics is not None:
+            self._metrics.watch_service(service, self._endpoint.traffic)
+        self._announcer.renew_soon()
+
+    @property
+    def _service(self) -> Service:
+        return self._succession.current
+
+    @property
+    def _service_bytes(self) -> int:
+        """Of its weights and its sessions."""
+        return self._service.blocks.nbytes + self._service.budget.used_bytes
+
+    def _fits(self, span: Span, memory: Memory) -> bool:
+        try:
+            return memory.blocks_that_fit(self._block_bytes()) >= len(span)
+        except NotEnoughMemory:
+            return False
 
     # -- what others see -------------------------------------------------------------------------------------
 

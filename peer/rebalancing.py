@@ -1,6 +1,7 @@
 """A peer that serves looks now and then whether other blocks need it more, and goes there without anybody noticing.
 
-Owns the order of things: look, lease, load beside the old blocks, look again, switch. Whether and where is decided in
+Owns the order of things: look, lease, load beside the old blocks, look again, switch. Where there is no memory for
+both, and others serve each of the old blocks: look, lease, drain, look again, replace. Whether and where is decided in
 `routing/rebalancing.py`; how blocks are loaded and sessions handed over is the node's. Whatever fails on the way, the
 old blocks are served on.
 """
@@ -15,8 +16,8 @@ from contextlib import asynccontextmanager, suppress
 from typing import Protocol
 
 from peer.blocks import Blocks
-from routing.errors import SwarmError
-from routing.rebalancing import Lease, Rebalancer, goes_first, living, may_leave
+from routing.errors import BadInput, DaemonFailed, NotEnoughMemory, SwarmError, TimedOut, Unreachable
+from routing.rebalancing import Lease, Rebalancer, goes_first, living, may_drain, may_leave
 from routing.types import PeerId, PeerRecord, Span
 from routing.view import RecordsSeen, View, apply
 
@@ -50,23 +51,26 @@ class Rebalancing:
         clock: Callable[[], float],
         load: Callable[[Span], Awaitable[Blocks]],
         switch: Callable[[Blocks], Awaitable[None]],
+        replace: Callable[[Span, Callable[[], Awaitable[bool]]], Awaitable[bool]],
         settle_s: float = SETTLE_S,
     ):
-        """`clock` is DHT time. `load` brings blocks into memory beside those that are served; `switch` serves them
-        instead."""
+        """`clock` is DHT time. `load` brings blocks into memory beside those that are served (NotEnoughMemory: there is
+        no room); `switch` serves them instead. `replace` drains first, asks whether it still may, and says whether it
+        has; it raises SwarmError only where nothing can be served any more."""
         self._me, self._n_blocks, self._capacity = me, n_blocks, capacity
         self._directory, self._leases, self._clock = directory, leases, clock
-        self._load, self._switch, self._settle_s = load, switch, settle_s
+        self._load, self._switch, self._replace, self._settle_s = load, switch, replace, settle_s
         self._patience = Rebalancer(me)
         self._resting = 0
 
     async def run(self, every_s: float) -> None:
-        """Looks for ever, at times with jitter: peers that see the same gap must not all begin at once."""
+        """Looks for ever, at times with jitter: peers that see the same gap must not all begin at once. Ends only with
+        an error of `replace`."""
         while True:
             await asyncio.sleep(every_s * random.uniform(0.5, 1.5))
             try:
                 await self.look()
-            except SwarmError as error:
+            except (Unreachable, TimedOut, DaemonFailed, BadInput) as error:
                 log.info("whether to move cannot be found out now: %s", error)
 
     async def look(self) -> bool:
@@ -94,6 +98,9 @@ class Rebalancing:
     async def _move(self, lease: Lease) -> bool:
         try:
             blocks = await self._load(lease.span)
+        except NotEnoughMemory as error:
+            log.info("%s: the old ones go first, if others serve them", error)
+            return await self._drain_first(lease)
         except (SwarmError, OSError, RuntimeError, MemoryError) as error:  # RuntimeError: torch's
             log.warning("blocks %s could not be loaded, the old ones are served on: %s", lease.span, error)
             self._resting = REST_LOOKS
@@ -104,9 +111,23 @@ class Rebalancing:
         self._resting = REST_LOOKS
         return True
 
+    async def _drain_first(self, lease: Lease) -> bool:
+        async def may() -> bool:
+            try:
+                view, leases = await self._seen()
+            except SwarmError as error:
+                log.info("whether the old blocks may be given up cannot be found out: %s", error)
+                return False
+            return self._is_first(view, leases, lease) and may_drain(view, lease, leases, self._clock())
+
+        self._resting = REST_LOOKS
+        return await may() and await self._replace(lease.span, may)
+
     async def _still_first(self, lease: Lease) -> bool:
+        return self._is_first(*await self._seen(), lease)
+
+    def _is_first(self, view: View, leases: list[Lease], lease: Lease) -> bool:
         """Whether the lease holds, and nobody is left without blocks by it."""
-        view, leases = await self._seen()
         now = self._clock()
         held = any(other.peer_id == self._me for other in living(leases, now))
         return held and goes_first(view, lease, leases, now) and may_leave(view, lease, leases, now)

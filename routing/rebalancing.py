@@ -103,6 +103,17 @@ def may_leave(view: View, mine: Lease, leases: Iterable[Lease], now: float) -> b
     return keeps_covered(with_leases(view, others), mine.peer_id, mine.span, now)
 
 
+def may_drain(view: View, mine: Lease, leases: Iterable[Lease], now: float) -> bool:
+    """Asked before old blocks are given up to make room for new ones: whether others serve each of them, now and
+    without any that is about to move."""
+    record = view.records.get(mine.peer_id)
+    if record is None:
+        return False
+    moving = frozenset(lease.peer_id for lease in living(leases, now))
+    others = view.count(now, PeerState.SERVING, without=moving | {mine.peer_id})
+    return all(others[record.span.start : record.span.end])
+
+
 def _is_new(view: View, lease: Lease) -> bool:
     """Whether its holder serves nothing: what it may have said goodbye to before is of an earlier life."""
     record = view.records.get(lease.peer_id)
