@@ -27,14 +27,14 @@ from peer.cuda import check_device
 from peer.measured import measured, setting_of
 from peer.outside import Outside
 from peer.quantizing import choose
-from peer.rebalancing import Rebalancing
+from peer.rebalancing import Rebalancing, seen
 from peer.scrape import MetricsServer
 from peer.service import Load, Service
 from peer.succession import Succession
 from routing.errors import BadInput, ModelNotFound, NotEnoughMemory, StartError, SwarmError
 from routing.placement import best_span
 from routing.reach import Notice
-from routing.rebalancing import with_leases
+from routing.rebalancing import rescue_comes, with_leases
 from routing.types import PeerRecord, PeerState, Span
 from routing.view import RecordsSeen, View, apply
 from swarm import manifest as manifests
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 JOIN_S = 30.0
+RESCUE_LOOKS, RESCUE_LOOK_S = 120, 1.0  # at who is about to serve its blocks, by a peer that leaves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,14 +157,26 @@ class Node:
         return self._succession.sessions
 
     async def hand_over(self) -> None:
-        """Before it is left: no new sessions, and time for the clients to move those that are here. `run` goes on
-        meanwhile."""
+        """Before it is left: no new sessions, and time for the clients to move those that are here; more of it while
+        somebody is about to serve blocks that nobody else has. `run` goes on meanwhile."""
         self._leaving = True
         if not self.sessions:
             return
         self._state = PeerState.DRAINING
         self._announcer.renew_soon()
         await self._succession.hand_over()
+        for _ in range(RESCUE_LOOKS):
+            if not self.sessions or not await self._is_rescued():
+                break
+            await asyncio.sleep(RESCUE_LOOK_S)
+
+    async def _is_rescued(self) -> bool:
+        try:
+            view, leases = await seen(self._directory, self._leases, self._n_blocks)
+        except SwarmError as error:
+            log.info("whether somebody comes for blocks %s cannot be found out: %s", self._span, error)
+            return False
+        return rescue_comes(view, self._identity.peer_id, leases, self._hive.dht_time())
 
     # -- start -----------------------------------------------------------------------------------------------
 

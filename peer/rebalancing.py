@@ -39,6 +39,12 @@ class LeaseBook(Protocol):
     async def read(self) -> list[Lease]: ...
 
 
+async def seen(directory: Records, leases: LeaseBook, n_blocks: int) -> tuple[View, list[Lease]]:
+    """Who serves what, and who is about to. Raises TimedOut, DaemonFailed."""
+    records, held = await asyncio.gather(directory.refresh(), leases.read())
+    return apply(View({}, n_blocks), RecordsSeen(records)), held
+
+
 class Rebalancing:
     def __init__(
         self,
@@ -133,8 +139,7 @@ class Rebalancing:
         return held and goes_first(view, lease, leases, now) and may_leave(view, lease, leases, now)
 
     async def _seen(self) -> tuple[View, list[Lease]]:
-        records, leases = await asyncio.gather(self._directory.refresh(), self._leases.read())
-        return apply(View({}, self._n_blocks), RecordsSeen(records)), leases
+        return await seen(self._directory, self._leases, self._n_blocks)
 
     @asynccontextmanager
     async def _renewed(self, lease: Lease) -> AsyncIterator[None]:

@@ -114,6 +114,19 @@ def may_drain(view: View, mine: Lease, leases: Iterable[Lease], now: float) -> b
     return all(others[record.span.start : record.span.end])
 
 
+def rescue_comes(view: View, me: PeerId, leases: Iterable[Lease], now: float) -> bool:
+    """Asked by a peer that leaves and has sessions that nobody can take: whether somebody is about to serve blocks that
+    it alone serves. A newcomer that still chooses may take them."""
+    record = view.records.get(me)
+    if record is None:
+        return False
+    others = view.count(now, PeerState.SERVING, without=frozenset((me,)))
+    coming = [lease.span for lease in living(leases, now) if lease.peer_id != me]
+    coming += [other.span for other in view.alive(now, PeerState.JOINING) if other.peer_id != me]
+    alone = [block for block in range(record.span.start, record.span.end) if not others[block]]
+    return any(block in span for span in coming for block in alone)
+
+
 def _is_new(view: View, lease: Lease) -> bool:
     """Whether its holder serves nothing: what it may have said goodbye to before is of an earlier life."""
     record = view.records.get(lease.peer_id)

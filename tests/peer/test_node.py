@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from peer.announcer import Announcer
 from peer.choosing import Turn
 from peer.config import PeerConfig
-from peer.node import Node
+from peer.node import RESCUE_LOOKS, Node
 from routing.errors import ModelError
 from routing.placement import best_span
 from routing.types import PeerRecord, PeerState, Span
@@ -102,3 +103,46 @@ def test_a_second_peer_on_a_machine_takes_half_the_cores(
     node = Node(PeerConfig(model="smollm2", **config))
     node._key_path = Path(f"peer-{place}.key")
     assert node._threads() == threads
+
+
+class Waiting:
+    """Sessions that stay until somebody has come for their blocks."""
+
+    def __init__(self, node: Node, rescued_after: int | None):
+        self.asked, self._until = 0, rescued_after
+        node._succession = self  # type: ignore[assignment]
+        node._is_rescued = self.comes  # type: ignore[method-assign]
+
+    @property
+    def sessions(self) -> int:
+        return 0 if self._until is not None and self.asked > self._until else 1
+
+    async def hand_over(self) -> None:
+        pass
+
+    async def comes(self) -> bool:
+        self.asked += 1
+        return self._until is not None
+
+
+@pytest.mark.parametrize(("rescued_after", "asked"), [(None, 1), (0, 1), (5, 6)])
+async def test_who_leaves_waits_for_its_rescuer_alone(
+    loading: tuple[Node, Told], monkeypatch: pytest.MonkeyPatch, rescued_after: int | None, asked: int
+) -> None:
+    monkeypatch.setattr("peer.node.RESCUE_LOOK_S", 0.0)
+    node, _ = loading
+    node._announcer = Announcer(node._directory, node.record, 1.0)
+    waiting = Waiting(node, rescued_after)
+    await node.hand_over()
+    assert waiting.asked == asked
+
+
+async def test_a_rescue_that_never_ends_is_not_waited_for_for_ever(
+    loading: tuple[Node, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peer.node.RESCUE_LOOK_S", 0.0)
+    node, _ = loading
+    node._announcer = Announcer(node._directory, node.record, 1.0)
+    waiting = Waiting(node, rescued_after=10**9)
+    await node.hand_over()
+    assert waiting.sessions and waiting.asked == RESCUE_LOOKS

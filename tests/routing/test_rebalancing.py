@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from routing.rebalancing import Lease, Rebalancer, goes_first, may_choose, may_leave, overlap, with_leases
+from routing.rebalancing import Lease, Rebalancer, goes_first, may_choose, may_leave, overlap, rescue_comes, with_leases
 from routing.types import PeerState, Span
 from tests.routing.test_placement import view_of
 
@@ -93,3 +93,29 @@ def test_a_newcomer_that_has_chosen_is_joining_and_one_that_still_chooses_is_not
 
 def test_who_drains_is_not_taken_for_a_newcomer():
     assert with_leases(BARE, [lease("z", "0:2", 5.0)]).records["z"].state is DRAINING
+
+
+LAST = (("a", "0:2", SERVING), ("b", "1:3", SERVING), ("z", "2:4", DRAINING))  # of block 3
+
+
+@pytest.mark.parametrize(
+    ("more", "leases", "comes"),
+    [
+        ((), [], False),
+        ((("x", "3:4", JOINING),), [], True),
+        ((("x", "0:3", JOINING),), [], False),  # b has block 2 already
+        ((("x", "3:4", SERVING),), [lease("y", "3:4")], False),  # nobody is needed
+        ((("x", "3:4", LEAVING),), [], False),
+        ((), [lease("a", "2:4")], True),
+        ((), [lease("a", "0:3")], False),
+        ((), [lease("a", "2:4", lasts=0.5)], False),  # it died
+        ((), [lease("x", "0:4")], True),  # a newcomer that chooses
+        ((), [lease("z", "2:4")], False),  # its own
+    ],
+)
+def test_a_peer_that_leaves_knows_whether_somebody_comes_for_what_it_alone_serves(more, leases, comes):
+    assert rescue_comes(view_of(4, *LAST, *more), "z", leases, 1.0) is comes
+
+
+def test_who_is_not_in_the_directory_waits_for_nobody():
+    assert not rescue_comes(view_of(4, *LAST[:2]), "z", [lease("a", "2:4")], 1.0)
