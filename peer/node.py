@@ -148,7 +148,9 @@ class Node:
         """Keep the record alive until cancelled. Raises SwarmError if the service fails."""
         works = [self._announcer.run(), self._succession.watch(), self._outside.run()]
         if self._capacity and self.config.rebalance_s:
-            works.append(self._rebalancing().run(self.config.rebalance_s))
+            rebalancing = self._rebalancing()
+            self._hive.record_policy.on_news.append(rebalancing.heard)
+            works.append(rebalancing.run(self.config.rebalance_s))
         await until_one_ends(works)
 
     @property

@@ -18,13 +18,14 @@ from typing import Protocol
 from peer.blocks import Blocks
 from routing.errors import BadInput, DaemonFailed, NotEnoughMemory, SwarmError, TimedOut, Unreachable
 from routing.rebalancing import Lease, Rebalancer, goes_first, living, may_drain, may_leave
-from routing.types import PeerId, PeerRecord, Span
+from routing.types import PeerId, PeerRecord, PeerState, Span
 from routing.view import RecordsSeen, View, apply
 
 log = logging.getLogger(__name__)
 
 SETTLE_S = 3.0  # until a lease can be read by all who took one at the same moment
 RENEW_S = 15.0
+ALARM_S = 2.0  # those that hear that a peer drains look within so long
 REST_LOOKS = 5  # that are left out after a move, or after blocks could not be loaded
 
 
@@ -68,24 +69,45 @@ class Rebalancing:
         self._load, self._switch, self._replace, self._settle_s = load, switch, replace, settle_s
         self._patience = Rebalancer(me)
         self._resting = 0
+        self._alarm = asyncio.Event()
+
+    def heard(self, record: PeerRecord) -> None:
+        """A record came to this node: who drains may be the last that serves its blocks, and does not wait for long."""
+        if record.state is PeerState.DRAINING and record.peer_id != self._me:
+            self._alarm.set()
 
     async def run(self, every_s: float) -> None:
         """Looks for ever, at times with jitter: peers that see the same gap must not all begin at once. Ends only with
         an error of `replace`."""
+        clock = asyncio.get_running_loop().time
+        due = clock() + every_s * random.uniform(0.5, 1.5)
         while True:
-            await asyncio.sleep(every_s * random.uniform(0.5, 1.5))
+            rescue = await self._alarmed_before(due)
+            if not rescue:
+                due = clock() + every_s * random.uniform(0.5, 1.5)
             try:
-                await self.look()
+                await self.look(rescue=rescue)
             except (Unreachable, TimedOut, DaemonFailed, BadInput) as error:
                 log.info("whether to move cannot be found out now: %s", error)
 
-    async def look(self) -> bool:
-        """Whether it has moved. Raises SwarmError if the directory cannot be read or written."""
+    async def _alarmed_before(self, due: float) -> bool:
+        try:
+            async with asyncio.timeout_at(due):
+                await self._alarm.wait()
+                self._alarm.clear()
+                await asyncio.sleep(random.uniform(0.0, ALARM_S))
+        except TimeoutError:
+            return False
+        return True
+
+    async def look(self, *, rescue: bool = False) -> bool:
+        """Whether it has moved. `rescue`: out of turn, for blocks without peers alone. Raises SwarmError if the
+        directory cannot be read or written."""
         if self._resting:
-            self._resting -= 1
+            self._resting -= not rescue
             return False
         view, leases = await self._seen()
-        move = self._patience.look(view, leases, self._capacity, self._clock())
+        move = self._patience.look(view, leases, self._capacity, self._clock(), rescue=rescue)
         if move is None:
             return False
         lease = await self._leases.take(move.span)

@@ -36,10 +36,15 @@ class Rebalancer:
         self._me = me
         self._seen: tuple[Span, int] | None = None  # what the last looks said, and how many of them
 
-    def look(self, view: View, leases: Iterable[Lease], capacity_blocks: int, now: float) -> Move | None:
-        """Where to move now, if anywhere. Others that are about to move count where they go."""
+    def look(
+        self, view: View, leases: Iterable[Lease], capacity_blocks: int, now: float, *, rescue: bool = False
+    ) -> Move | None:
+        """Where to move now, if anywhere. Others that are about to move count where they go. `rescue`: a look out of
+        turn, for blocks without peers alone; it proves nothing else."""
         others = [lease for lease in living(leases, now) if lease.peer_id != self._me]
         move = better_span(with_leases(view, others), self._me, capacity_blocks, now)
+        if rescue and (move is None or not move.rescues):
+            return None
         if move is None:
             self._seen = None
             return None

@@ -14,6 +14,7 @@ from routing.errors import ModelError, NotEnoughMemory, StartError
 from routing.rebalancing import Lease, may_drain
 from routing.types import PeerId, PeerRecord, PeerState, Span
 from routing.view import RecordsSeen, View, apply
+from tests.whole.stand_ins import until
 
 N_BLOCKS = 4
 SERVING, DRAINING = PeerState.SERVING, PeerState.DRAINING
@@ -178,6 +179,20 @@ async def test_any_failure_of_loading_is_taken(error: Exception) -> None:
         raise error
 
     assert not await swarm.peer("a", fails).look()
+
+
+async def test_who_hears_that_a_peer_drains_looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peer.rebalancing.ALARM_S", 0.0)
+    swarm = Swarm(a="0:2", b="0:2", z="2:4")
+    peer = swarm.peer("a")
+    running = asyncio.create_task(peer.run(every_s=1e6))
+    peer.heard(swarm.records["z"])
+    await asyncio.sleep(0)
+    assert not peer._alarm.is_set()
+    swarm.goes("z")
+    peer.heard(swarm.records["z"])
+    await until(lambda: swarm.records["a"].span == Span(2, 4))
+    running.cancel()
 
 
 # -- no memory for both spans -----------------------------------------------------------------------------------

@@ -119,3 +119,11 @@ def test_a_peer_that_leaves_knows_whether_somebody_comes_for_what_it_alone_serve
 
 def test_who_is_not_in_the_directory_waits_for_nobody():
     assert not rescue_comes(view_of(4, *LAST[:2]), "z", [lease("a", "2:4")], 1.0)
+
+
+def test_a_look_out_of_turn_is_for_rescues_alone_and_proves_nothing_else():
+    peer = Rebalancer("a")
+    assert [peer.look(CROWDED, [], 2, 0.0, rescue=True) for _ in range(3)] == [None] * 3
+    assert peer.look(CROWDED, [], 2, 0.0) is None and peer.look(CROWDED, [], 2, 0.0, rescue=True) is None
+    assert peer.look(CROWDED, [], 2, 30.0) is not None
+    assert Rebalancer("a").look(BARE, [], 2, 0.0, rescue=True).span == Span(2, 4)
