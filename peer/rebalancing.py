@@ -17,7 +17,7 @@ from typing import Protocol
 
 from peer.blocks import Blocks
 from routing.errors import BadInput, DaemonFailed, NotEnoughMemory, SwarmError, TimedOut, Unreachable
-from routing.rebalancing import Lease, Rebalancer, goes_first, living, may_drain, may_leave
+from routing.rebalancing import Lease, Rebalancer, goes_first, living, may_leave
 from routing.types import PeerId, PeerRecord, PeerState, Span
 from routing.view import RecordsSeen, View, apply
 
@@ -146,7 +146,7 @@ class Rebalancing:
             except SwarmError as error:
                 log.info("whether the old blocks may be given up cannot be found out: %s", error)
                 return False
-            return self._is_first(view, leases, lease) and may_drain(view, lease, leases, self._clock())
+            return self._is_first(view, leases, lease, drains=True)
 
         self._resting = REST_LOOKS
         return await may() and await self._replace(lease.span, may)
@@ -154,11 +154,11 @@ class Rebalancing:
     async def _still_first(self, lease: Lease) -> bool:
         return self._is_first(*await self._seen(), lease)
 
-    def _is_first(self, view: View, leases: list[Lease], lease: Lease) -> bool:
+    def _is_first(self, view: View, leases: list[Lease], lease: Lease, *, drains: bool = False) -> bool:
         """Whether the lease holds, and nobody is left without blocks by it."""
         now = self._clock()
         held = any(other.peer_id == self._me for other in living(leases, now))
-        return held and goes_first(view, lease, leases, now) and may_leave(view, lease, leases, now)
+        return held and goes_first(view, lease, leases, now) and may_leave(view, lease, leases, now, drains=drains)
 
     async def _seen(self) -> tuple[View, list[Lease]]:
         return await seen(self._directory, self._leases, self._n_blocks)

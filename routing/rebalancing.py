@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from routing.placement import Move, better_span, keeps_covered, moved
+from routing.placement import Move, better_span, moved
 from routing.types import PeerId, PeerRecord, PeerState, Span
 from routing.view import View
 
@@ -102,21 +102,16 @@ def goes_first(view: View, mine: Lease, leases: Iterable[Lease], now: float) -> 
     )
 
 
-def may_leave(view: View, mine: Lease, leases: Iterable[Lease], now: float) -> bool:
-    """Asked once more before old blocks are given up: whether each of them still has somebody else."""
-    others = [lease for lease in living(leases, now) if lease.peer_id != mine.peer_id]
-    return keeps_covered(with_leases(view, others), mine.peer_id, mine.span, now)
-
-
-def may_drain(view: View, mine: Lease, leases: Iterable[Lease], now: float) -> bool:
-    """Asked before old blocks are given up to make room for new ones: whether others serve each of them, now and
-    without any that is about to move."""
+def may_leave(view: View, mine: Lease, leases: Iterable[Lease], now: float, *, drains: bool = False) -> bool:
+    """Asked once more before old blocks are given up: whether others serve each of them now, without such as are about
+    to move. Those that it will still serve need nobody, unless it `drains` first and serves nothing for a while."""
     record = view.records.get(mine.peer_id)
     if record is None:
         return False
     moving = frozenset(lease.peer_id for lease in living(leases, now))
     others = view.count(now, PeerState.SERVING, without=moving | {mine.peer_id})
-    return all(others[record.span.start : record.span.end])
+    old = range(record.span.start, record.span.end)
+    return all(others[block] or (block in mine.span and not drains) for block in old)
 
 
 def rescue_comes(view: View, me: PeerId, leases: Iterable[Lease], now: float) -> bool:

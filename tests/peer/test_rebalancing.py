@@ -11,9 +11,8 @@ import pytest
 
 from peer.rebalancing import REST_LOOKS, Rebalancing
 from routing.errors import ModelError, NotEnoughMemory, StartError
-from routing.rebalancing import Lease, may_drain
+from routing.rebalancing import Lease
 from routing.types import PeerId, PeerRecord, PeerState, Span
-from routing.view import RecordsSeen, View, apply
 from tests.whole.stand_ins import until
 
 N_BLOCKS = 4
@@ -216,14 +215,6 @@ async def test_nobody_drains_first_unless_others_serve_all_that_it_serves(state:
     swarm.records["b"] = replace(swarm.records["b"], state=state)
     assert not await swarm.peer("a", no_room).look()
     assert swarm.records["a"].span == Span(0, 2) and not swarm.drained and not swarm.leases
-
-
-async def test_nobody_drains_first_while_those_that_serve_the_same_are_about_to_move() -> None:
-    view = apply(View({}, N_BLOCKS), RecordsSeen(list(Swarm(a="0:2", b="0:2", c="0:2", z="2:4").records.values())))
-    leases = [Lease(peer_id=peer, span=Span(2, 4), since=0.0, expires_at=9.0) for peer in "abc"]
-    assert may_drain(view, leases[0], leases[:2], 1.0)
-    assert not may_drain(view, leases[0], leases, 1.0)
-    assert may_drain(view, leases[0], [leases[0], replace(leases[1], expires_at=0.5), leases[2]], 1.0)
 
 
 async def test_who_became_the_last_one_while_it_drained_stays() -> None:

@@ -127,3 +127,22 @@ def test_a_look_out_of_turn_is_for_rescues_alone_and_proves_nothing_else():
     assert peer.look(CROWDED, [], 2, 0.0) is None and peer.look(CROWDED, [], 2, 0.0, rescue=True) is None
     assert peer.look(CROWDED, [], 2, 30.0) is not None
     assert Rebalancer("a").look(BARE, [], 2, 0.0, rescue=True).span == Span(2, 4)
+
+
+@pytest.mark.parametrize("state", [JOINING, DRAINING, LEAVING])
+def test_nobody_leaves_blocks_to_a_peer_that_does_not_serve_them_yet_or_any_more(state):
+    view = view_of(4, ("a", "0:2", SERVING), ("b", "0:2", state), ("z", "2:4", DRAINING))
+    assert not may_leave(view, lease("a", "2:4"), [lease("a", "2:4")], 1.0)
+
+
+def test_nobody_leaves_blocks_to_peers_that_are_about_to_move_themselves():
+    mine, others = lease("a", "2:4"), [lease("b", "2:4"), lease("c", "2:4")]
+    assert may_leave(BARE, mine, [mine, others[0]], 1.0)
+    assert not may_leave(BARE, mine, [mine, *others], 1.0)
+    assert may_leave(BARE, mine, [mine, others[0], lease("c", "2:4", lasts=0.5)], 1.0)
+
+
+def test_who_drains_first_leaves_all_of_its_blocks_for_a_while():
+    view = view_of(4, ("a", "0:2", SERVING), ("b", "0:1", SERVING), ("z", "2:4", DRAINING))
+    mine = lease("a", "1:3")
+    assert may_leave(view, mine, [mine], 1.0) and not may_leave(view, mine, [mine], 1.0, drains=True)
