@@ -482,7 +482,8 @@ class Node:
                 problems.append(str(error))
                 continue
             self._tell_state(PeerState.SERVING, wanted)
-            self._moved(wanted)
+            if wanted == span:
+                self._moved(span)
             return wanted == span
         raise StartError(f"this peer has no blocks any more: {'; '.join(problems)}", advice="Start it again.")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from peer.announcer import Announcer
 from peer.choosing import Turn
 from peer.config import PeerConfig
 from peer.node import RESCUE_LOOKS, Node
-from routing.errors import ModelError
+from routing.errors import ModelError, StartError
 from routing.placement import best_span
 from routing.types import PeerRecord, PeerState, Span
 from routing.view import RecordsSeen, View, apply
@@ -146,3 +147,66 @@ async def test_a_rescue_that_never_ends_is_not_waited_for_for_ever(
     waiting = Waiting(node, rescued_after=10**9)
     await node.hand_over()
     assert waiting.sessions and waiting.asked == RESCUE_LOOKS
+
+
+class Vacating:
+    """A node that serves blocks 0:3 and has given them up when it is asked to, with loading as `loads` says."""
+
+    def __init__(self, node: Node, monkeypatch: pytest.MonkeyPatch, loads: list[Exception | None], gone: bool = True):
+        self.gone, self.loads, self.served, self.moved, self.states = gone, loads, [], [], []
+        node._state, node._moved = PeerState.SERVING, self.moved.append
+        node._announcer = Announcer(node._directory, node.record, 1.0)
+        bare = SimpleNamespace(load=None, blocks=SimpleNamespace(nbytes=0), budget=SimpleNamespace(used_bytes=0))
+        node._succession = SimpleNamespace(current=bare, vacate=self.vacate)  # type: ignore[assignment]
+        monkeypatch.setattr(node, "_fits", lambda span, memory: True)
+        monkeypatch.setattr(node, "_load_aside", self.load)
+        monkeypatch.setattr(node, "_succeed", lambda blocks, load: self.served.append(blocks))
+        self.node = node
+
+    async def vacate(self, may: Any) -> bool:
+        self.states.append(self.node._state)
+        return self.gone
+
+    async def load(self, span: Span) -> Span:
+        self.states.append(self.node._state)
+        if problem := self.loads.pop(0):
+            raise problem
+        return span
+
+
+async def may() -> bool:
+    return True
+
+
+async def test_who_drains_first_says_so_and_joins_with_the_new_blocks(
+    loading: tuple[Node, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = Vacating(loading[0], monkeypatch, [None])
+    assert await peer.node._replace(Span(3, 6), may)
+    assert peer.served == peer.moved == [Span(3, 6)] and peer.node._state is PeerState.SERVING
+    assert peer.states == [PeerState.DRAINING, PeerState.JOINING]
+
+
+async def test_when_the_new_blocks_cannot_be_loaded_the_old_ones_are_again(
+    loading: tuple[Node, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = Vacating(loading[0], monkeypatch, [OSError("disk"), None])
+    assert not await peer.node._replace(Span(3, 6), may)
+    assert peer.served == [Span(0, 3)] and not peer.moved
+    assert peer.node._span == Span(0, 3) and peer.node._state is PeerState.SERVING
+
+
+async def test_a_peer_that_can_load_nothing_any_more_says_so(
+    loading: tuple[Node, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = Vacating(loading[0], monkeypatch, [OSError("disk"), MemoryError("none")])
+    with pytest.raises(StartError, match="disk; none"):
+        await peer.node._replace(Span(3, 6), may)
+
+
+async def test_who_may_not_give_its_blocks_up_serves_them_on(
+    loading: tuple[Node, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = Vacating(loading[0], monkeypatch, [], gone=False)
+    assert not await peer.node._replace(Span(3, 6), may)
+    assert not peer.served and peer.node._state is PeerState.SERVING and peer.node._span == Span(0, 3)
