@@ -1,8 +1,8 @@
 """Two services of one peer while it moves to other blocks: whose a frame is, and how the former one ends.
 
-Both compute on the same thread and share the endpoint's links. The former service takes no new sessions; those that it
-has are handed over like those of a peer that leaves, and it serves them until then. Where there is no memory for both,
-the former one ends first, and for a while there is none.
+Both compute on the same thread and share the endpoint's links. After some seconds the former service takes no new
+sessions; those that it has are handed over like those of a peer that leaves, and it serves them until then. Where there
+is no memory for both, the former one ends first, and for a while there is none.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from swarm.link import Link
 from swarm.tasks import until_one_ends
 from swarm.transport import Endpoint
 
+LATE_S = 10.0  # a client reads the directory every five seconds or so
 RETIRE_S = 120.0  # a session that nobody can take over stays: unlike one that leaves, this peer is in no hurry
 
 
@@ -90,10 +91,12 @@ class Succession:
             service.link_opened(link)
         self._changed.set()
 
-    async def retire(self) -> None:
-        """Hand the former service's sessions over, and end it."""
+    async def retire(self, late_s: float = LATE_S) -> None:
+        """Hand the former service's sessions over, and end it. Before that it takes new ones for `late_s`: who comes
+        for the old blocks has not read yet that they are served elsewhere."""
         former = self._former
         assert former is not None
+        await asyncio.sleep(late_s)
         told = _clients(former)
         await former.hand_over(RETIRE_S)
         await former.close()

@@ -44,8 +44,8 @@ class Moving:
         self.peer.service, self.peer.span = service, span
         return service
 
-    async def retire(self) -> None:
-        await self.peer.host.arun(self.succession.retire())
+    async def retire(self, late_s: float = 0.0) -> None:
+        await self.peer.host.arun(self.succession.retire(late_s))
 
     async def vacate(self, may: bool = True) -> bool:
         async def is_asked() -> bool:
@@ -81,6 +81,18 @@ async def test_who_has_a_spare_is_handed_over_and_new_sessions_use_the_new_block
         await text.more(4)
         assert text.session.route[1].peer_id == moving.peer.peer_id and len(service.table.sessions) == 1
         await text.session.__aexit__()
+
+
+async def test_who_comes_late_for_the_old_blocks_is_served(tiny: Path, local: Reference) -> None:
+    async with running(tiny, ["0:3", "3:6"]) as (swarm, model):
+        moving = Moving(swarm.by_span("0:3"))
+        former = moving.peer.service
+        await moving.succeed("3:6")
+        retiring = asyncio.create_task(moving.retire(late_s=1.0))
+        async with model.session() as session:  # its view is of before
+            await Text(session, local).more(3)
+            assert len(session.recoveries) == 1 and len(former.table.sessions) == 1
+        await retiring
 
 
 async def test_who_has_no_memory_for_both_hands_over_first_and_is_away_until_it_has_the_others(
