@@ -1,7 +1,8 @@
 """`python -m bench.paced MODEL ...`: a peer (`python -m peer`) whose passes take as long as it is told, on any machine.
 
 It computes them in truth, and sleeps for what is left of their time. BENCH_PACE names a file that says how long that is
-(`Pace` as JSON); it is read for each pass, so a peer can become slower while it runs.
+(`Pace` as JSON); it is read for each pass, so a peer can become slower while it runs. What it measures of itself is
+this pace, so it is neither kept for other peers nor taken from them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.setting import PACE
+from peer import node
 from peer.__main__ import main
 from peer.executor import Executor, Pass, PassItem
 from peer.scheduler import SchedulerConfig
@@ -46,6 +48,7 @@ def pace(file: Path) -> None:
         return packed
 
     Executor.begin = begin_paced  # type: ignore[method-assign]
+    node.measured = lambda blocks, *_: node.measure(blocks)
 
 
 def _paced(steps: Iterator[None], block_s: float, blocks: int) -> Iterator[None]:

@@ -36,10 +36,11 @@ class UnlikeSwarm(LabSwarm):
 
 
 class PacedSwarm(LabSwarm):
-    """One peer a host, as quick as a scenario says."""
+    """One peer a host, as quick as a scenario says; without spans there, each chooses its blocks."""
 
-    def __init__(self, lab: Lab, model: str, scenario: Scenario):
-        super().__init__(lab, model, scenario.spans, threads=1, environment={"PYTHONPATH": str(ROOT)})
+    def __init__(self, lab: Lab, model: str, scenario: Scenario, options: Sequence[str] = ()):
+        spans = scenario.spans or (None,) * scenario.peers
+        super().__init__(lab, model, spans, threads=1, options=options, environment={"PYTHONPATH": str(ROOT)})
         self._scenario = scenario
 
     def _program(self, name: str) -> str:
@@ -118,10 +119,11 @@ class Setting:
             yield other
 
     @contextmanager
-    def tiny(self, blocks: int) -> Iterator[Setting]:
-        """A setting like this one whose model is a tiny random one, made for it: its tokens are bytes."""
+    def tiny(self, blocks: int, **overrides: Any) -> Iterator[Setting]:
+        """A setting like this one whose model is a tiny random one, made for it: its tokens are bytes. `overrides` are
+        keys of its configuration."""
         with Setting("", self.rounds) as other:
-            other.model = str(make_tiny("llama", other._folder / "tiny", layers=blocks, tokenizer=True))
+            other.model = str(make_tiny("llama", other._folder / "tiny", layers=blocks, tokenizer=True, **overrides))
             yield other
 
     def losses(self) -> dict[str, Any]:

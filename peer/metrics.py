@@ -65,10 +65,15 @@ class Metrics(Collector):
         """Links, traffic, p2pd."""
         self._of_process += [lambda: _links(endpoint), lambda: _daemon(daemon)]
 
-    def watch_service(self, model: str, swarm_id: bytes, service: Callable[[], Service]) -> None:
-        """Sessions, cache, passes of a model: of the service that has new sessions now."""
-        for figures in (_sessions, _cache, _work, _healing):
-            self._watch(model, swarm_id, lambda figures=figures: figures(service()))  # type: ignore[misc]
+    def watch_service(self, model: str, swarm_id: bytes, service: Callable[[], Service | None]) -> None:
+        """Sessions, cache, passes of a model: of the service that has new sessions now, if there is one."""
+
+        def figures() -> Iterable[Metric]:
+            if (now := service()) is not None:
+                for each in (_sessions, _cache, _work, _healing):
+                    yield from each(now)
+
+        self._watch(model, swarm_id, figures)
 
     def watch_directory(
         self, model: str, swarm_id: bytes, record: Callable[[], PeerRecord], announcer: Announcer, hive: Hive

@@ -6,8 +6,9 @@ Slow parts run side by side: p2pd starts while the model is opened; blocks that 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -16,17 +17,18 @@ from peer import devices
 from peer.announcer import Announcer
 from peer.blocks import Blocks, estimated_block_bytes
 from peer.borrowed import Borrowed
-from peer.capacity import Speed, measure
+from peer.capacity import Memory, Speed, measure
+from peer.choosing import TURN_S, Turn
 from peer.config import PeerConfig
 from peer.measured import measured, setting_of
 from peer.outside import Outside
 from peer.quantizing import choose
-from peer.rebalancing import Rebalancing
-from peer.service import Service
+from peer.rebalancing import Rebalancing, seen
+from peer.service import Load, Service
 from peer.succession import Succession
-from routing.errors import BadInput, ModelNotFound, NotEnoughMemory
+from routing.errors import BadInput, ModelNotFound, NotEnoughMemory, StartError, SwarmError
 from routing.placement import best_span
-from routing.rebalancing import with_leases
+from routing.rebalancing import rescue_comes, with_leases
 from routing.types import PeerRecord, PeerState, Span
 from routing.view import RecordsSeen, View, apply
 from swarm import manifest as manifests
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 JOIN_S = 30.0
+RESCUE_LOOKS, RESCUE_LOOK_S = 120, 1.0  # at who is about to serve its blocks, by a peer that leaves
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -88,20 +91,23 @@ class Node:
         self._leases: Leases
         self._span: Span
         self._capacity = 0  # blocks, if it may choose
-        self._service: Service
+        self._turn: Turn  # to choose, among newcomers
         self._speed: Speed  # when it began
         self._succession: Succession
         self._announcing: asyncio.Task[None]  # that its blocks are about to be served
         self._announcer: Announcer
         self._outside: Outside
         self._state = PeerState.JOINING
+        self._leaving = False
         self.serving: Serving
 
     async def run(self) -> None:
         """Keep the record alive until cancelled. Raises SwarmError if the service fails."""
         works = [self._announcer.run(), self._succession.watch(), self._outside.run()]
         if self._capacity and self.config.rebalance_s:
-            works.append(self._rebalancing().run(self.config.rebalance_s))
+            rebalancing = self._rebalancing()
+            self._hive.record_policy.on_news.append(rebalancing.heard)
+            works.append(rebalancing.run(self.config.rebalance_s))
         await until_one_ends(works)
 
     @property
@@ -110,10 +116,24 @@ class Node:
         return self._succession.sessions
 
     async def hand_over(self) -> None:
-        """No new sessions, and time for the clients to move those that are here."""
+        """No new sessions, and time for the clients to move those that are here; more of it while somebody is about to
+        serve blocks that nobody else has."""
+        self._leaving = True
         self._state = PeerState.DRAINING
         self._announcer.renew_soon()
         await self._succession.hand_over()
+        for _ in range(RESCUE_LOOKS):
+            if not self.sessions or not await self._is_rescued():
+                break
+            await asyncio.sleep(RESCUE_LOOK_S)
+
+    async def _is_rescued(self) -> bool:
+        try:
+            view, leases = await seen(self._directory, self._leases, self._n_blocks)
+        except SwarmError as error:
+            log.info("whether somebody comes for blocks %s cannot be found out: %s", self._span, error)
+            return False
+        return rescue_comes(view, self._peer.identity.peer_id, leases, self._hive.dht_time())
 
     # -- start -----------------------------------------------------------------------------------------------
 
@@ -164,7 +184,7 @@ class Node:
         announcer = Announcer(self._directory, self.record, self.config.renew_s)
         stack.push_async_callback(announcer.leave)  # if it comes to nothing; goodbye is said once
         announcer.renew_soon()
-        announcing = asyncio.create_task(announcer.run())
+        announcing = asyncio.create_task(self._tell_choice(announcer))
         try:
             if ahead is not None:
                 await asyncio.to_thread(self._check, self._names(self._span))
@@ -174,6 +194,10 @@ class Node:
         finally:
             announcing.cancel()
             await asyncio.gather(announcing, return_exceptions=True)
+
+    async def _tell_choice(self, announcer: Announcer) -> None:
+        await self._turn.chosen(self._span)
+        await announcer.run()
 
     async def _found(self, stack: AsyncExitStack) -> Blocks:
         """Begin a swarm: the whole checkpoint is here, and its manifest names the swarm."""
@@ -211,18 +235,19 @@ class Node:
         swarm_id = self._fingerprint
         self._directory = Directory(hive, identity, swarm_id, self._n_blocks, sequences=sequences)
         self._leases = Leases(hive, identity, swarm_id, sequences)
+        self._turn = Turn(self._n_blocks, Leases(hive, identity, swarm_id, sequences, TURN_S), hive.dht_time)
 
     async def _choose(self) -> Span:
         """The span asked for, else what the swarm lacks most; a founder knows that nothing is covered yet."""
         if (wanted := self._wanted()) is not None:
             return wanted
-        view, now = View({}, self._n_blocks), 0.0
-        if self.config.join:
-            now = self._hive.dht_time()
-            records, leases = await asyncio.gather(self._directory.refresh(), self._leases.read())
-            view = with_leases(apply(view, RecordsSeen(records)), leases)
         fit = self._peer.memory(self).blocks_that_fit(self._block_bytes())
         self._capacity = min(self._n_blocks, fit, self.config.most_blocks or fit)
+        view, now = View({}, self._n_blocks), 0.0
+        if self.config.join and self._capacity < self._n_blocks:
+            leases = await self._turn.come()
+            records = await self._directory.refresh()  # not before: who had an earlier turn is in it
+            view, now = with_leases(apply(view, RecordsSeen(records)), leases), self._hive.dht_time()
         return best_span(view, self._n_blocks, self._capacity, now)
 
     def _wanted(self) -> Span | None:
@@ -282,8 +307,7 @@ class Node:
     async def make_ready(self, blocks: Blocks, stack: AsyncExitStack) -> None:
         """For sessions on `blocks`, before the peer has links."""
         self._speed = await self._compute(self._measured, blocks)
-        self._service = self._make_service(blocks, self._speed)
-        self._succession = Succession(self._service)
+        self._succession = Succession(self._make_service(blocks, self._speed))
         stack.push_async_callback(self._succession.close)
         self._peer.switchboard.add(self._fingerprint, self._succession)
 
@@ -306,7 +330,8 @@ class Node:
         stack.push_async_callback(self._announcer.leave)
         hive.daemon.on_restart.append(self._announce_again)
         if peer.metrics is not None:
-            peer.metrics.watch_service(self.name, self._fingerprint, lambda: self._service)
+            served = self._succession
+            peer.metrics.watch_service(self.name, self._fingerprint, lambda: next(iter(served.services), None))
             peer.metrics.watch_directory(self.name, self._fingerprint, self.record, self._announcer, hive)
         code = JoinCode(bootstrap=bootstrap, fingerprint=self._fingerprint)
         self.serving = Serving(
@@ -354,14 +379,16 @@ class Node:
             clock=self._hive.dht_time,
             load=self._load_beside,
             switch=self._switch,
+            replace=self._replace,
         )
 
     async def _load_beside(self, span: Span) -> Blocks:
-        """Off the compute thread, which goes on serving. Raises NotEnoughMemory if both spans do not fit: then the old
-        one stays, since nobody is to notice a move."""
-        taken = self._service.blocks.nbytes + self._service.budget.used_bytes
-        if self._peer.memory(self, taken).blocks_that_fit(self._block_bytes()) < len(span):
+        """Off the compute thread, which goes on serving. Raises NotEnoughMemory if both spans do not fit."""
+        if not self._fits(span, self._peer.memory(self, taken_bytes=self._service_bytes)):
             raise NotEnoughMemory(f"blocks {span} do not fit beside {self._span}")
+        return await self._load_aside(span)
+
+    async def _load_aside(self, span: Span) -> Blocks:
         await self._fetch(span)
         return await asyncio.to_thread(self._load, span, self._check)
 
@@ -369,13 +396,64 @@ class Node:
         """Serve other blocks, and hand over the sessions that need the old ones."""
         if self._state is not PeerState.SERVING:
             return
-        load = self._service.load  # the machine is the same, and so is a block
-        self._service = self._make_service(blocks, Speed(decode={1: load.decode_s}, prefill={1: load.prefill_s}))
-        self._span, self.weights_bytes = blocks.span, blocks.nbytes
-        self._succession.succeed(self._service, self._peer.endpoint)
-        self._announcer.renew_soon()
+        self._succeed(blocks, self._service.load)
         self._peer.moved(self.config.model, blocks.span)
         await self._succession.retire()
+
+    async def _replace(self, span: Span, may: Callable[[], Awaitable[bool]]) -> bool:
+        """Where both spans do not fit: hand the sessions over, give up the old blocks, then load; if that fails, the
+        old ones again. Whether the new ones are served. Raises StartError if neither can be loaded."""
+        load, former, memory = self._service.load, self._span, self._peer.memory(self, freed_bytes=self._service_bytes)
+        if self._state is not PeerState.SERVING or not self._fits(span, memory):
+            return False
+        self._tell_state(PeerState.DRAINING, former)
+        if not await self._succession.vacate(may):
+            if not self._leaving:
+                self._tell_state(PeerState.SERVING, former)
+            return False
+        gc.collect()  # services and their sessions know one another
+        problems = []
+        for wanted in (span, former):
+            self._tell_state(PeerState.JOINING, wanted)
+            try:
+                self._succeed(await self._load_aside(wanted), load)
+            except (SwarmError, OSError, RuntimeError, MemoryError) as error:  # RuntimeError: torch's
+                log.warning("blocks %s could not be loaded: %s", wanted, error)
+                problems.append(str(error))
+                continue
+            self._tell_state(PeerState.SERVING, wanted)
+            if wanted == span:
+                self._peer.moved(self.config.model, span)
+            return wanted == span
+        raise StartError(f"this peer has no blocks any more: {'; '.join(problems)}", advice="Start it again.")
+
+    def _tell_state(self, state: PeerState, span: Span) -> None:
+        self._state, self._span = state, span
+        self._announcer.renew_soon()
+
+    def _succeed(self, blocks: Blocks, load: Load) -> None:
+        """`load`: of the service before. The machine is the same, and so is a block."""
+        speed = Speed(decode={1: load.decode_s}, prefill={1: load.prefill_s})
+        service = self._make_service(blocks, speed)
+        self._span, self.weights_bytes = blocks.span, blocks.nbytes
+        self._succession.succeed(service, self._peer.endpoint)
+        self._announcer.renew_soon()
+
+    @property
+    def _service(self) -> Service:
+        return self._succession.current
+
+    @property
+    def _service_bytes(self) -> int:
+        """Of its weights, and of its sessions where they share no memory with those of other models."""
+        service = self._service
+        return service.blocks.nbytes + (service.budget.used_bytes if len(self._peer.nodes) == 1 else 0)
+
+    def _fits(self, span: Span, memory: Memory) -> bool:
+        try:
+            return memory.blocks_that_fit(self._block_bytes()) >= len(span)
+        except NotEnoughMemory:
+            return False
 
     # -- what others see -------------------------------------------------------------------------------------
 
@@ -384,7 +462,7 @@ class Node:
 
     def record(self) -> PeerRecord:
         """This peer as it is now. Until it serves there is no more to tell than who it is, and its blocks."""
-        if self._state is PeerState.JOINING:
+        if self._state is PeerState.JOINING or not self._succession.services:
             return PeerRecord(peer_id=self._peer.identity.peer_id, span=self._span, state=self._state)
         service = self._service
         return PeerRecord(

@@ -206,15 +206,16 @@ class Peer:
 
     # -- memory ----------------------------------------------------------------------------------------------
 
-    def memory(self, node: Node, taken_bytes: int = 0) -> Memory:
+    def memory(self, node: Node, taken_bytes: int = 0, freed_bytes: int = 0) -> Memory:
         """For the blocks of `node` and their sessions. Models that are loaded keep what they have, and as much again
-        for their sessions; those to come get equal parts. `taken_bytes`: of the owner's limit, by the node itself."""
+        for their sessions; those to come get equal parts. `taken_bytes`: of the owner's limit, by the node itself.
+        `freed_bytes`: of what it uses now, and will not then."""
         config, others = self.config, [other for other in self.nodes if other is not node]
         held = sum(other.weights_bytes for other in others)
         promised = held if config.cache_bytes is None else 0
         limit = config.max_memory_bytes
         return Memory(
-            free_bytes=max(0, free_memory(config.device) - promised),
+            free_bytes=max(0, free_memory(config.device) + freed_bytes - promised),
             limit_bytes=None if limit is None else max(0, limit - held - promised - taken_bytes),
             cache_bytes=config.cache_bytes,
             models=1 + sum(not other.weights_bytes for other in others),

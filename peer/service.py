@@ -119,15 +119,20 @@ class Service:
     async def close(self) -> None:
         await self._tasks.close()
 
-    async def hand_over(self, most_s: float = HAND_OVER_S) -> None:
+    async def hand_over(self, most_s: float = HAND_OVER_S) -> bool:
         """Before the end: until the clients have moved their sessions elsewhere, or nothing is heard of those that they
-        cannot move."""
+        cannot move. Whether that was within `most_s`."""
         self.table.leave(time.monotonic())
         self.act()
         for _ in range(round(most_s / LOOK_S)):
             if not self.sessions:
                 break
             await asyncio.sleep(LOOK_S)
+        return not self.sessions
+
+    def stay(self) -> None:
+        """After all."""
+        self.table.stay()
 
     @property
     def sessions(self) -> int:

@@ -151,6 +151,10 @@ class SessionTable:
         for session in self.sessions.values():
             session.to_client(Frame(type=FrameType.LEAVING, epoch=session.epoch))
 
+    def stay(self) -> None:
+        """It does not end after all, and takes new sessions again."""
+        self.leaving = False
+
     def needed(self, now: float, quiet_s: float, *, standby: bool = True) -> int:
         """Sessions that stand here, or with `standby` stand by here, and that something was heard of in the last
         `quiet_s`."""

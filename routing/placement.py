@@ -95,13 +95,6 @@ def throughput(view: View, now: float) -> float:
     return min(_Swarm(view, now, frozenset()).levels)
 
 
-def keeps_covered(view: View, me: PeerId, span: Span, now: float) -> bool:
-    """Whether `me` could serve `span` instead of what it serves, and leave no block without a peer by it."""
-    before = view.count(now, *COUNTED)
-    after = moved(view, {me: span}).count(now, *COUNTED)
-    return all(now_there or not before_there for now_there, before_there in zip(after, before, strict=True))
-
-
 def moved(view: View, targets: Mapping[PeerId, Span]) -> View:
     """The view once those that are about to move have done so."""
     records = dict(view.records)

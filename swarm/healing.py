@@ -183,6 +183,7 @@ class Healing:
         """In good order: it serves on until somebody else has what it holds."""
         route = self.driver.route
         self.client.leaving.add(peer_id)
+        self._standbys.leaves(peer_id)
         if route is None or peer_id not in route.peers:
             self.driver.release(peer_id)
             return

@@ -35,7 +35,7 @@ class Leases:
         return await self._store(Lease(peer_id=self._identity.peer_id, span=span, since=since, expires_at=0.0))
 
     async def renew(self, lease: Lease) -> Lease:
-        """Raises like `take`: also when it has been held for too long."""
+        """It may be for other blocks by now. Raises like `take`: also when it has been held for too long."""
         return await self._store(lease)
 
     async def give_back(self, lease: Lease) -> None:

@@ -185,9 +185,10 @@ class LocalSwarm:
         peer.wait_serving()
         return peer
 
-    def launch(self, span: str | None, *, identity: str | None = None) -> LocalPeer:
-        """Start a peer process without waiting. `identity` names a key: the same name is the same peer again."""
-        return self._launch(span, join=self.join_code, identity=identity)
+    def launch(self, span: str | None, *, identity: str | None = None, held: bool = False) -> LocalPeer:
+        """Start a peer process without waiting. `identity` names a key: the same name is the same peer again. `held`:
+        it makes ready, and joins when it is given the code."""
+        return self._launch(span, join=CODE_FOLLOWS if held else self.join_code, identity=identity)
 
     def _launch(self, span: str | None, *, join: str, identity: str | None = None) -> LocalPeer:
         assert self._folder is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
@@ -153,6 +153,7 @@ class RecordPolicy:
         self._horizon_s = horizon_s
         self._most_peers = most_peers
         self.version = 0  # grows with each record that is news
+        self.on_news: list[Callable[[PeerRecord], None]] = []  # told each of them, once for each key
         self._seen: dict[str, dict[PeerId, _Seen]] = {key: {} for key in self._blocks}  # the newest last
         self._pruned_at = dict.fromkeys(self._blocks, -math.inf)
 
@@ -197,6 +198,8 @@ class RecordPolicy:
         self.version += 1
         peers.pop(subkey, None)
         peers[subkey] = _Seen(record, data, now + self._horizon_s, self.version)
+        for tell in self.on_news:
+            tell(record)
         return record
 
     def changes(self, key: str, since: int, now: float) -> list[tuple[PeerId, bytes]]:

@@ -41,8 +41,10 @@ class Standbys:
 
     def moves(self, hop: Hop) -> bool:
         """Its peer leaves, or another one is better for what comes now."""
-        target = self.targets.get((hop.entry, hop.exit), hop.peer_id)
-        return hop.peer_id in self._client.leaving or hop.peer_id != target
+        return hop.peer_id in self._client.leaving or hop.peer_id != self._target(hop)
+
+    def _target(self, hop: Hop) -> PeerId:
+        return self.targets.get((hop.entry, hop.exit), hop.peer_id)
 
     def moving(self, route: Route) -> bool:
         """Whether a move is under way."""
@@ -64,6 +66,11 @@ class Standbys:
         self.targets = {span: target for span, target in self.targets.items() if target != peer_id}
         self.look_soon()
 
+    def leaves(self, peer_id: PeerId) -> None:
+        """It takes nothing any more: where a move went there, the plan was another swarm's."""
+        if peer_id in self.targets.values():
+            self.targets = {}
+
     def look_soon(self) -> None:
         self._look_at = 0.0
 
@@ -78,6 +85,9 @@ class Standbys:
     ) -> tuple[Hop, ...]:
         """For each hop that wants one, if there is one that is connected: who stands by already, else the fastest that
         has not failed here, another one for each hop if that can be. Never one of those `excluded`."""
+        spares = {hop: self._client.spares(hop, route.peers | excluded, self._constraints) for hop in route}
+        if any(self._target(hop) not in (hop.peer_id, *spares[hop]) for hop in route):
+            self.targets = {}  # who was to take some of the blocks serves others now
         chosen: list[Hop] = []
         wanting = [self.wants(hop) for hop in route]
         for index, hop in enumerate(route):
@@ -88,12 +98,12 @@ class Standbys:
             taken = {other.peer_id for other in chosen}
             able = [
                 peer_id
-                for peer_id in self._client.spares(hop, route.peers | excluded, self._constraints)
+                for peer_id in spares[hop]
                 if self._client.link(peer_id) is not None
                 and self._resting.get(peer_id, 0.0) <= now
                 and (before, peer_id) not in edges
             ]
-            target = self.targets.get((hop.entry, hop.exit))
+            target = self._target(hop)
             order = {peer_id: (peer_id != target, peer_id not in old, peer_id in avoided) for peer_id in able}
             able.sort(key=lambda peer_id: (*order[peer_id], peer_id in taken))
             if able:

@@ -12,7 +12,7 @@ from tests.lab.lab import Lab
 class SkewedSwarm(LocalSwarm):
     """On loopback; the clocks of some are wrong."""
 
-    def __init__(self, model: str, spans: Sequence[str], **options: Any):
+    def __init__(self, model: str, spans: Sequence[str | None], **options: Any):
         super().__init__(model, spans, **options)
         self.skewed: set[str] = set()  # names of peers whose clock is wrong when they start next
 
@@ -23,7 +23,7 @@ class SkewedSwarm(LocalSwarm):
 class LabSwarm(SkewedSwarm):
     """Host 1 is the client's; the peers are on hosts 2, 3, ... in their order."""
 
-    def __init__(self, lab: Lab, model: str, spans: Sequence[str], **options: Any):
+    def __init__(self, lab: Lab, model: str, spans: Sequence[str | None], **options: Any):
         super().__init__(model, spans, **options)
         self.lab = lab
         self._host_of: dict[str, int] = {}

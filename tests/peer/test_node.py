@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from peer import devices
+from peer.announcer import Announcer
+from peer.choosing import Turn
 from peer.config import PeerConfig
-from peer.node import Node
+from peer.node import RESCUE_LOOKS, Node
 from peer.peer import Peer
-from routing.errors import DamagedWeights, ModelError, UnsupportedQuantization
+from routing.errors import DamagedWeights, ModelError, StartError, UnsupportedQuantization
 from routing.placement import best_span
 from routing.types import PeerRecord, PeerState, Span
 from routing.view import RecordsSeen, View, apply
@@ -57,6 +59,7 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> tuple[Node, Told]:
     told = Told()
     peer: Any = SimpleNamespace(identity=Identity.generate(), thread=Slow(lambda: told.records))
     node = Node(PeerConfig(model="smollm2"), peer)
+    node._turn = Turn(BLOCKS, Told(), lambda: 0.0)  # type: ignore[arg-type]
     node._span, node._directory = Span(0, 3), told  # type: ignore[assignment]
     monkeypatch.setattr(node, "_load", lambda span, check: "the blocks")
     return node, told
@@ -159,3 +162,112 @@ def test_a_second_peer_on_a_machine_takes_half_the_cores(
     peer = Peer([PeerConfig(model="smollm2", **config)])
     peer._key_path = Path(f"peer-{place}.key")
     assert peer._threads() == threads
+
+
+class Waiting:
+    """Sessions that stay until somebody has come for their blocks."""
+
+    def __init__(self, node: Node, rescued_after: int | None):
+        self.asked, self._until = 0, rescued_after
+        node._succession = self  # type: ignore[assignment]
+        node._is_rescued = self.comes  # type: ignore[method-assign]
+
+    @property
+    def sessions(self) -> int:
+        return 0 if self._until is not None and self.asked > self._until else 1
+
+    async def hand_over(self) -> None:
+        pass
+
+    async def comes(self) -> bool:
+        self.asked += 1
+        return self._until is not None
+
+
+@pytest.mark.parametrize(("rescued_after", "asked"), [(None, 1), (0, 1), (5, 6)])
+async def test_who_leaves_waits_for_its_rescuer_alone(
+    loading: tuple[Node, Told], monkeypatch: pytest.MonkeyPatch, rescued_after: int | None, asked: int
+) -> None:
+    monkeypatch.setattr("peer.node.RESCUE_LOOK_S", 0.0)
+    node, _ = loading
+    node._announcer = Announcer(node._directory, node.record, 1.0)
+    waiting = Waiting(node, rescued_after)
+    await node.hand_over()
+    assert waiting.asked == asked
+
+
+async def test_a_rescue_that_never_ends_is_not_waited_for_for_ever(
+    loading: tuple[Node, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peer.node.RESCUE_LOOK_S", 0.0)
+    node, _ = loading
+    node._announcer = Announcer(node._directory, node.record, 1.0)
+    waiting = Waiting(node, rescued_after=10**9)
+    await node.hand_over()
+    assert waiting.sessions and waiting.asked == RESCUE_LOOKS
+
+
+class Vacating:
+    """A node that serves blocks 0:3 and has given them up when it is asked to, with loading as `loads` says."""
+
+    def __init__(self, node: Node, monkeypatch: pytest.MonkeyPatch, loads: list[Exception | None], gone: bool = True):
+        self.gone, self.loads, self.served, self.moved, self.states = gone, loads, [], [], []
+        node._state = PeerState.SERVING
+        node._peer.moved = lambda _, span: self.moved.append(span)  # type: ignore[method-assign]
+        node._peer.memory = lambda *_, **__: None  # type: ignore[assignment]
+        node._peer.nodes = [node]
+        node._announcer = Announcer(node._directory, node.record, 1.0)
+        bare = SimpleNamespace(load=None, blocks=SimpleNamespace(nbytes=0), budget=SimpleNamespace(used_bytes=0))
+        node._succession = SimpleNamespace(current=bare, vacate=self.vacate)  # type: ignore[assignment]
+        monkeypatch.setattr(node, "_fits", lambda span, memory: True)
+        monkeypatch.setattr(node, "_load_aside", self.load)
+        monkeypatch.setattr(node, "_succeed", lambda blocks, load: self.served.append(blocks))
+        self.node = node
+
+    async def vacate(self, may: Any) -> bool:
+        self.states.append(self.node._state)
+        return self.gone
+
+    async def load(self, span: Span) -> Span:
+        self.states.append(self.node._state)
+        if problem := self.loads.pop(0):
+            raise problem
+        return span
+
+
+async def may() -> bool:
+    return True
+
+
+async def test_who_drains_first_says_so_and_joins_with_the_new_blocks(
+    loading: tuple[Node, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = Vacating(loading[0], monkeypatch, [None])
+    assert await peer.node._replace(Span(3, 6), may)
+    assert peer.served == peer.moved == [Span(3, 6)] and peer.node._state is PeerState.SERVING
+    assert peer.states == [PeerState.DRAINING, PeerState.JOINING]
+
+
+async def test_when_the_new_blocks_cannot_be_loaded_the_old_ones_are_again(
+    loading: tuple[Node, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = Vacating(loading[0], monkeypatch, [OSError("disk"), None])
+    assert not await peer.node._replace(Span(3, 6), may)
+    assert peer.served == [Span(0, 3)] and not peer.moved
+    assert peer.node._span == Span(0, 3) and peer.node._state is PeerState.SERVING
+
+
+async def test_a_peer_that_can_load_nothing_any_more_says_so(
+    loading: tuple[Node, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = Vacating(loading[0], monkeypatch, [OSError("disk"), MemoryError("none")])
+    with pytest.raises(StartError, match="disk; none"):
+        await peer.node._replace(Span(3, 6), may)
+
+
+async def test_who_may_not_give_its_blocks_up_serves_them_on(
+    loading: tuple[Node, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = Vacating(loading[0], monkeypatch, [], gone=False)
+    assert not await peer.node._replace(Span(3, 6), may)
+    assert not peer.served and peer.node._state is PeerState.SERVING and peer.node._span == Span(0, 3)

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from peer.rebalancing import REST_LOOKS, Rebalancing
-from routing.errors import ModelError
+from routing.errors import ModelError, NotEnoughMemory, StartError
 from routing.rebalancing import Lease
 from routing.types import PeerId, PeerRecord, PeerState, Span
+from tests.whole.stand_ins import until
 
 N_BLOCKS = 4
 SERVING, DRAINING = PeerState.SERVING, PeerState.DRAINING
@@ -26,6 +27,8 @@ class Swarm:
         self.leases: dict[PeerId, Lease] = {}
         self.records = {peer: PeerRecord(peer_id=peer, span=Span.parse(s), expires_at=1e9) for peer, s in spans.items()}
         self.loaded: list[tuple[PeerId, Span]] = []
+        self.drained: list[PeerId] = []
+        self.meanwhile: Callable[[], None] = lambda: None  # while a peer drains
 
     def goes(self, peer: PeerId) -> None:
         self.records[peer] = replace(self.records[peer], state=DRAINING)
@@ -42,9 +45,18 @@ class Swarm:
         async def switch(blocks: Any) -> None:
             self.records[me] = replace(self.records[me], span=blocks)
 
+        async def replaces(span: Span, may: Callable[[], Awaitable[bool]]) -> bool:
+            self.drained.append(me)
+            self.records[me] = replace(self.records[me], state=DRAINING)
+            self.meanwhile()
+            if moved := await may():
+                self.records[me] = replace(self.records[me], span=span)
+            self.records[me] = replace(self.records[me], state=SERVING)
+            return moved
+
         return Rebalancing(
             me=me, n_blocks=N_BLOCKS, capacity=2, directory=self, leases=Book(self, me), clock=lambda: self.now,
-            load=loads, switch=switch, settle_s=0.0,
+            load=loads, switch=switch, replace=replaces, settle_s=0.0,
         )  # fmt: skip
 
 
@@ -166,3 +178,61 @@ async def test_any_failure_of_loading_is_taken(error: Exception) -> None:
         raise error
 
     assert not await swarm.peer("a", fails).look()
+
+
+async def test_who_hears_that_a_peer_drains_looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peer.rebalancing.ALARM_S", 0.0)
+    swarm = Swarm(a="0:2", b="0:2", z="2:4")
+    peer = swarm.peer("a")
+    running = asyncio.create_task(peer.run(every_s=1e6))
+    peer.heard(swarm.records["z"])
+    await asyncio.sleep(0)
+    assert not peer._alarm.is_set()
+    swarm.goes("z")
+    peer.heard(swarm.records["z"])
+    await until(lambda: swarm.records["a"].span == Span(2, 4))
+    running.cancel()
+
+
+# -- no memory for both spans -----------------------------------------------------------------------------------
+
+
+async def no_room(span: Span) -> Any:
+    raise NotEnoughMemory("both do not fit")
+
+
+async def test_who_has_no_memory_for_both_drains_first() -> None:
+    swarm = Swarm(a="0:2", b="0:2", z="2:4")
+    swarm.goes("z")
+    assert await swarm.peer("a", no_room).look()
+    assert swarm.records["a"].span == Span(2, 4) and swarm.drained == ["a"] and not swarm.leases
+
+
+@pytest.mark.parametrize("state", [DRAINING, PeerState.JOINING])
+async def test_nobody_drains_first_unless_others_serve_all_that_it_serves(state: PeerState) -> None:
+    swarm = Swarm(a="0:2", b="0:2", c="1:3", z="2:4")
+    swarm.goes("z")
+    swarm.records["b"] = replace(swarm.records["b"], state=state)
+    assert not await swarm.peer("a", no_room).look()
+    assert swarm.records["a"].span == Span(0, 2) and not swarm.drained and not swarm.leases
+
+
+async def test_who_became_the_last_one_while_it_drained_stays() -> None:
+    swarm = Swarm(a="0:2", b="0:2", z="2:4")
+    swarm.goes("z")
+    swarm.meanwhile = lambda: swarm.goes("b")
+    assert not await swarm.peer("a", no_room).look() and swarm.drained
+    assert swarm.records["a"].span == Span(0, 2) and swarm.records["a"].state is SERVING and not swarm.leases
+
+
+async def test_who_can_serve_nothing_any_more_ends() -> None:
+    swarm = Swarm(a="0:2", b="0:2", z="2:4")
+    swarm.goes("z")
+    peer = swarm.peer("a", no_room)
+
+    async def breaks(span: Span, may: Callable[[], Awaitable[bool]]) -> bool:
+        raise StartError("neither could be loaded")
+
+    peer._replace = breaks
+    with pytest.raises(StartError):
+        await peer.run(every_s=0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from routing.rebalancing import Lease, Rebalancer, goes_first, may_leave, overlap
+from routing.rebalancing import Lease, Rebalancer, goes_first, may_choose, may_leave, overlap, rescue_comes, with_leases
 from routing.types import PeerState, Span
 from tests.routing.test_placement import view_of
 
@@ -70,3 +70,79 @@ def test_before_old_blocks_are_given_up_they_must_have_somebody_else():
     alone = view_of(4, ("a", "0:2", SERVING), ("z", "2:4", DRAINING))
     assert not may_leave(alone, mine, [mine], 1.0)
     assert not may_leave(BARE, mine, [mine, lease("b", "2:4"), lease("c", "2:4")], 1.0)  # they go too
+
+
+@pytest.mark.parametrize(("mine", "other", "next_one"), [(5.0, 6.0, True), (6.0, 5.0, False), (5.0, 5.0, True)])
+def test_newcomers_choose_one_at_a_time_the_oldest_first_then_the_lower_id(mine, other, next_one):
+    a, b = lease("a", "0:4", mine), lease("b", "0:4", other)
+    assert may_choose(a, [a, b], 4, 7.0) is next_one
+    assert may_choose(b, [a, b], 4, 7.0) is not next_one
+
+
+def test_a_newcomer_waits_neither_for_who_has_chosen_nor_for_who_is_dead():
+    mine = lease("b", "0:4", 5.0)
+    assert may_choose(mine, [lease("a", "0:2", 4.0), mine], 4, 7.0)
+    assert may_choose(mine, [lease("a", "0:4", 4.0, lasts=2.0), mine], 4, 7.0)
+
+
+def test_a_newcomer_that_has_chosen_is_joining_and_one_that_still_chooses_is_not_there():
+    after = with_leases(BARE, [lease("x", "2:4"), lease("y", "0:4")])
+    assert after.records["x"].state is JOINING and after.records["x"].span == Span(2, 4) and "y" not in after.records
+    assert Rebalancer("a").look(BARE, [lease("x", "2:4")], 2, 1.0) is None  # nothing is left to rescue
+
+
+def test_who_drains_is_not_taken_for_a_newcomer():
+    assert with_leases(BARE, [lease("z", "0:2", 5.0)]).records["z"].state is DRAINING
+
+
+LAST = (("a", "0:2", SERVING), ("b", "1:3", SERVING), ("z", "2:4", DRAINING))  # of block 3
+
+
+@pytest.mark.parametrize(
+    ("more", "leases", "comes"),
+    [
+        ((), [], False),
+        ((("x", "3:4", JOINING),), [], True),
+        ((("x", "0:3", JOINING),), [], False),  # b has block 2 already
+        ((("x", "3:4", SERVING),), [lease("y", "3:4")], False),  # nobody is needed
+        ((("x", "3:4", LEAVING),), [], False),
+        ((), [lease("a", "2:4")], True),
+        ((), [lease("a", "0:3")], False),
+        ((), [lease("a", "2:4", lasts=0.5)], False),  # it died
+        ((), [lease("x", "0:4")], True),  # a newcomer that chooses
+        ((), [lease("z", "2:4")], False),  # its own
+    ],
+)
+def test_a_peer_that_leaves_knows_whether_somebody_comes_for_what_it_alone_serves(more, leases, comes):
+    assert rescue_comes(view_of(4, *LAST, *more), "z", leases, 1.0) is comes
+
+
+def test_who_is_not_in_the_directory_waits_for_nobody():
+    assert not rescue_comes(view_of(4, *LAST[:2]), "z", [lease("a", "2:4")], 1.0)
+
+
+def test_a_look_out_of_turn_is_for_rescues_alone_and_proves_nothing_else():
+    peer = Rebalancer("a")
+    assert [peer.look(CROWDED, [], 2, 0.0, rescue=True) for _ in range(3)] == [None] * 3
+    assert peer.look(CROWDED, [], 2, 0.0) is None and peer.look(CROWDED, [], 2, 0.0, rescue=True) is None
+    assert peer.look(CROWDED, [], 2, 30.0) is not None
+    assert Rebalancer("a").look(BARE, [], 2, 0.0, rescue=True).span == Span(2, 4)
+
+
+@pytest.mark.parametrize("state", [JOINING, DRAINING, LEAVING])
+def test_nobody_leaves_blocks_to_a_peer_that_does_not_serve_them_yet_or_any_more(state):
+    view = view_of(4, ("a", "0:2", SERVING), ("b", "0:2", state), ("z", "2:4", DRAINING))
+    assert not may_leave(view, lease("a", "2:4"), [lease("a", "2:4")], 1.0)
+
+
+def test_nobody_leaves_blocks_to_peers_that_are_about_to_move_themselves():
+    mine, others = lease("a", "2:4"), [lease("b", "2:4"), lease("c", "2:4")]
+    assert may_leave(BARE, mine, [mine, others[0]], 1.0)
+    assert not may_leave(BARE, mine, [mine, *others], 1.0)
+    assert may_leave(BARE, mine, [mine, others[0], lease("c", "2:4", lasts=0.5)], 1.0)
+
+
+def test_who_drains_first_leaves_all_of_its_blocks_for_a_while():
+    view = view_of(4, ("a", "0:2", SERVING), ("b", "0:1", SERVING), ("z", "2:4", DRAINING))
+    mine = lease("a", "1:3")
+    assert may_leave(view, mine, [mine], 1.0) and not may_leave(view, mine, [mine], 1.0, drains=True)

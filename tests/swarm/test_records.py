@@ -251,6 +251,16 @@ def test_a_known_signature_is_not_taken_for_other_bytes():
     refuses(policy, "signature", longer)
 
 
+def test_who_wants_to_hear_of_news_does_once_for_each_record_and_key():
+    policy, heard = RecordPolicy(SWARM), []
+    policy.on_news.append(heard.append)
+    for data in (signed(), signed(), signed(sequence=record().sequence + 1, state=PeerState.DRAINING)):
+        policy.check(KEY, ALICE.peer_id, data, NOW)
+    with pytest.raises(ProtocolError):
+        policy.check(KEY, ALICE.peer_id, signed(), NOW)
+    assert [each.state for each in heard] == [PeerState.SERVING, PeerState.DRAINING]
+
+
 def test_a_full_key_takes_no_more_peers_until_some_are_forgotten():
     policy = RecordPolicy(SWARM, most_peers=2)
     third = Identity.generate()
