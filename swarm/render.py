@@ -89,6 +89,10 @@ class DemoSummary:
     identical: bool | None  # the text is that of the local model; None: not compared
 
 
+class Parts(JupyterMixin, Group):
+    """One below the other, also in a notebook."""
+
+
 def short_id(peer_id: PeerId) -> str:
     """The end of a peer id: all ids of one kind begin alike."""
     return peer_id[-6:]
@@ -244,7 +248,7 @@ def route_table(hops: Sequence[HopTimes], title: str = "") -> RenderableType:
         table.add_section()
         columns = zip(*((h.network_s, h.queue_s, h.compute_s, h.total_s) for h in hops), strict=True)
         table.add_row("", "all", "", *(milliseconds(_sum(column)) for column in columns), style="bold")
-    return Group(table, *wire_lines(hops))
+    return Parts(table, *wire_lines(hops))
 
 
 def explanation_tables(explanation: Explanation) -> RenderableType:
@@ -264,7 +268,7 @@ def explanation_tables(explanation: Explanation) -> RenderableType:
             parts.append(Text(f"{name}: {plan.rows_per_s:,.0f} rows a second where many flow at once"))
     parts += [Text(f"left out: {short_id(peer)}, {why}") for peer, why in sorted(explanation.left_out.items())]
     parts += map(Text, explanation.forbidden_lines)
-    return Group(*parts)
+    return Parts(*parts)
 
 
 def _plan_table(plan: Plan, title: str, estimated: frozenset[Hop]) -> Table:
@@ -321,7 +325,7 @@ def demo_table(summary: DemoSummary) -> RenderableType:
     table.add_section()
     sums = [milliseconds(_sum([h.total_s for h in hops])) for hops in (summary.before, summary.after)]
     table.add_row("", "all", "", sums[0], "all", "", sums[1], style="bold")
-    return Group(table, *_figures(summary))
+    return Parts(table, *_figures(summary))
 
 
 def _half(hops: Sequence[HopTimes], number: int) -> list[Text | str]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from routing.simulation import Planning, Report
-from swarm.render import milliseconds
+from swarm.render import Parts, milliseconds
 
 LEVELS = "▁▂▃▄▅▆▇█"
 
@@ -23,7 +23,7 @@ def simulation_tables(report: Report) -> RenderableType:
     parts: list[RenderableType] = [_figures(report), *_drawings(report)]
     if report.growth:
         parts.append(_growth(report.growth))
-    return Group(*parts, verdict(report))
+    return Parts(*parts, verdict(report))
 
 
 def verdict(report: Report) -> Text:

@@ -12,7 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.jupyter import JupyterMixin
 from rich.measure import Measurement
 from rich.table import Table
@@ -20,7 +20,7 @@ from rich.text import Text
 
 from routing.types import Route
 from swarm.figures import hop_times
-from swarm.render import HopTimes, milliseconds, short_id, wire_lines
+from swarm.render import HopTimes, Parts, milliseconds, short_id, wire_lines
 from swarm.timeline import TokenTime, token_times, way_back
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def trace_table(
         where = ", ".join(f"{name} {milliseconds(s)}" for name, s in _largest(traces[time.number - 1], time))
         slow.add_row(str(time.number), milliseconds(time.total_s), Text(where))
     parts: list[RenderableType] = [Waterfall(tuple(rows), title), *wire_lines(hops)]
-    return Group(*parts, slow) if worst else Group(*parts)
+    return Parts(*parts, slow) if worst else Parts(*parts)
 
 
 def _tokens(count: int) -> str:

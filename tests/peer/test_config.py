@@ -50,8 +50,8 @@ def test_models_from_others_take_what_the_owner_allows(
 ) -> None:
     told: list[PeerConfig] = []
 
-    async def serve(config: PeerConfig, *_: object) -> None:
-        told.append(config)
+    async def serve(configs: list[PeerConfig], *_: object) -> None:
+        told.extend(configs)
 
     monkeypatch.setattr(command, "_serve", serve)
     monkeypatch.setattr(command, "run", asyncio.run)

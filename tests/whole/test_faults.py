@@ -425,7 +425,7 @@ def evict_all(peer: InProcessPeer, position: int) -> None:
         for seat in session.seats.values():
             if seat.working is None and seat.position > position:
                 seat.evict(position)
-    peer.service._act()
+    peer.service.act()
 
 
 @pytest.mark.parametrize("seed", range(4))
