@@ -127,12 +127,12 @@ class TlsChannel(asyncio.Protocol):
 
     @property
     def mishaps(self) -> int:
-        if self._transport is None or not hasattr(socket, "TCP_INFO") or sys.platform != "linux":
+        raw = self._open_socket
+        if raw is None or not hasattr(socket, "TCP_INFO") or sys.platform != "linux":
             return 0
         try:
-            raw = self._transport.get_extra_info("socket")
             info = raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _OUT_OF_ORDER + 4)
-        except OSError:
+        except (OSError, ValueError):
             return 0
         if info[_UNANSWERED]:
             return 0
@@ -166,15 +166,19 @@ class TlsChannel(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
-        if self._transport is None:
-            return
         # The other side is told at once. The end of a stream would wait behind bytes that nobody acknowledges, where
         # only the way back to us is dead.
-        raw = self._transport.get_extra_info("socket")
-        if raw is not None and not self.closed.done():
-            with contextlib.suppress(OSError):
+        if (raw := self._open_socket) is not None:
+            with contextlib.suppress(OSError, ValueError):
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        self._transport.abort()
+        if self._transport is not None:
+            self._transport.abort()
+
+    @property
+    def _open_socket(self) -> Any:
+        """None once it may be closed: its descriptor could be another socket's by then."""
+        transport = self._transport
+        return None if transport is None or transport.is_closing() else transport.get_extra_info("socket")
 
 
 class StreamChannel:

@@ -16,6 +16,8 @@ from swarm.driver import NO_LIMIT, Driver
 from swarm.frames import Frame
 from tests.session.virtual import VirtualClient, VirtualNet, simulate
 
+pytestmark = pytest.mark.beside
+
 VARIANTS = [
     {"speculate": speculate, "timers": timers, "liar": liar}
     for speculate in (False, True)

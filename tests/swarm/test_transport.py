@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from routing.coordinates import Coordinate
 from routing.errors import BadInput, PortInUse, StartError, TimedOut, Unreachable
 from swarm import dialling
-from swarm.channel import format_address, parse_address
+from swarm.channel import TlsChannel, format_address, parse_address
 from swarm.frames import Codec, Frame, FrameType
 from swarm.handshake import make_certificate, server_context
 from swarm.identity import Identity
@@ -282,6 +283,32 @@ def test_a_quick_link_is_given_no_more_time():
 def test_a_senseless_heartbeat_is_refused(options):
     with pytest.raises(BadInput):
         Heartbeat(**options)
+
+
+class Transport:
+    """Of a connection that stands, or that has been closed while nobody was told yet."""
+
+    def __init__(self, closing: bool):
+        self.closing, self.told = closing, []
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def get_extra_info(self, name: str) -> Any:
+        assert not self.closing, "the descriptor may be another socket's"
+        return SimpleNamespace(setsockopt=lambda *option: self.told.append(option[1]))
+
+    def abort(self) -> None:
+        self.told.append("aborted")
+
+
+@pytest.mark.parametrize("closing", [False, True])
+async def test_a_connection_is_given_up_with_a_reset_unless_it_is_closed_already(closing: bool) -> None:
+    channel = TlsChannel(lambda channel: None)
+    transport = channel._transport = Transport(closing)  # type: ignore[assignment]
+    channel.abort()
+    assert transport.told == ([] if closing else [socket.SO_LINGER]) + ["aborted"]
+    assert not closing or channel.mishaps == 0
 
 
 # --- links over TLS ---
