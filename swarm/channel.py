@@ -104,6 +104,7 @@ class TlsChannel(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._deadline: asyncio.TimerHandle | None = None
+        self._forced: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = self._transport = cast(asyncio.Transport, transport)
@@ -150,8 +151,9 @@ class TlsChannel(asyncio.Protocol):
         self.sink.writable()
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
+        for timer in (self._deadline, self._forced):
+            if timer is not None:
+                timer.cancel()
         if not self.closed.done():
             self.closed.set_result(None)
             self.sink.channel_lost(f"broken: {error}" if error else "closed by the other side")
@@ -173,6 +175,9 @@ class TlsChannel(asyncio.Protocol):
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         if self._transport is not None:
             self._transport.abort()
+            if self._forced is None and not self.closed.done():
+                # Seen twice under load: a transport that had broken by itself said no more of it.
+                self._forced = asyncio.get_running_loop().call_later(_CLOSE_S, self.connection_lost, None)
 
     @property
     def _open_socket(self) -> Any:

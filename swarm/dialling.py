@@ -24,6 +24,7 @@ PROTOCOL = "swarm-frames-1"  # the name of the fallback's streams
 _STAGGER_S = 0.2  # between two addresses, unless the first fails sooner
 # The fallback joins the race then, unless an address is in the midst of its TLS handshake, or when all have failed.
 _STREAM_AFTER_S = 1.5
+_LATE_S = 0.3
 _HELLOS = 3  # in one dial: another connection may have crossed this one, or just ended
 _CROSSED_S = 0.05  # for a connection that crossed to arrive here, too
 
@@ -138,7 +139,7 @@ class Dial:
         """The first way over which the peer has shown who it is; None if there is none left to try."""
         clock = asyncio.get_running_loop().time
         streams, next_start = self._context.streams is not None, clock()
-        stream_start = next_start + _STREAM_AFTER_S
+        stream_start, overslept = next_start + _STREAM_AFTER_S, False
         tried: set[str] = set()
         running: set[asyncio.Task[Outbound | str]] = set()
         try:
@@ -156,6 +157,9 @@ class Dial:
                 due = next_start if untried else stream_start if streams and not self._shaking else None
                 patience = None if due is None else max(0.0, due - clock())
                 done, running = await asyncio.wait(running, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                if due is not None and not overslept and clock() > due + _LATE_S:
+                    # This very process was held up: an address may have answered, and nobody has looked yet.
+                    overslept, stream_start = True, clock() + _STREAM_AFTER_S
                 for task in done:
                     result = task.result()
                     if isinstance(result, Outbound):

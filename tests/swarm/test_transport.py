@@ -311,6 +311,17 @@ async def test_a_connection_is_given_up_with_a_reset_unless_it_is_closed_already
     assert not closing or channel.mishaps == 0
 
 
+async def test_a_connection_whose_end_nobody_tells_is_at_an_end_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.channel._CLOSE_S", 0.01)
+    ended: list[str] = []
+    channel = TlsChannel(lambda channel: None)
+    channel._transport, channel.sink = Transport(closing=True), SimpleNamespace(channel_lost=ended.append)  # type: ignore[assignment]
+    channel.abort()
+    await asyncio.wait_for(channel.closed, 5)
+    channel.connection_lost(None)
+    assert len(ended) == 1
+
+
 # --- links over TLS ---
 
 
