@@ -885,6 +885,20 @@ async def test_a_slow_handshake_is_waited_for_rather_than_taking_a_stream(monkey
         assert mine.opened == 0 and await link.ping(10) > 0
 
 
+@pytest.mark.parametrize("turns", [1, 2, 3])
+async def test_a_process_that_was_held_up_while_it_dialled_takes_no_stream_for_it(turns, monkeypatch):
+    """When it looks again the time for a direct way is over, and the answer lies there unread."""
+    monkeypatch.setattr(dialling, "_STREAM_AFTER_S", 0.2)
+    mine, other = carriers(SMALLER.peer_id, LARGER.peer_id)
+    async with endpoint(LARGER, Record(), streams=other) as b, endpoint(SMALLER, Record(), streams=mine) as a:
+        dialling_it = asyncio.ensure_future(a.connect(LARGER.peer_id, [await b.listen("127.0.0.1")], 10))
+        for _ in range(turns):  # of the loop: the dial has begun, or the connection
+            await asyncio.sleep(0)
+        time.sleep(0.6)  # noqa: ASYNC251
+        link = await dialling_it
+        assert mine.opened == 0 and await link.ping(10) > 0
+
+
 async def test_a_stream_from_another_than_it_says_is_refused():
     """The hello is bound to the ids that the channel authenticated: no other stream can carry it."""
     mine, other = carriers(SMALLER.peer_id, LARGER.peer_id)
