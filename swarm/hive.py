@@ -11,11 +11,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from routing.errors import ClockSkew, DaemonFailed, JoinError, ProtocolError, TimedOut, Unreachable
+from routing.errors import ClockSkew, DaemonFailed, JoinError, TimedOut, Unreachable
 from routing.types import PeerId
 from swarm.daemon import Daemon, Upkeep
 from swarm.dht import Dht, Entry, Validator
 from swarm.identity import Identity
+from swarm.one_shot import read_answer
 from swarm.p2pd import MOST_SKEW_S, RPC_S, Life, StreamHandler, Targets, dht_clock, parse_bootstrap
 from swarm.records import RecordPolicy
 
@@ -104,6 +105,7 @@ class Hive:
         """End the node, and p2pd if it is its own."""
         if self in self.daemon.members:
             self.daemon.members.remove(self)
+            self._dht.end()
         if self._owns_daemon:
             await self.daemon.close()
 
@@ -189,10 +191,7 @@ class Hive:
     async def _fetch_once(self, peer_id: PeerId, name: str, timeout_s: float, max_bytes: int) -> bytes:
         reader, writer = await self.open(peer_id, _BLOB + name, timeout_s)
         try:
-            size = int.from_bytes(await reader.readexactly(8), "little")
-            if size > max_bytes:
-                raise ProtocolError(f"{name!r} from {peer_id} has {size} bytes; at most {max_bytes} are taken")
-            return await reader.readexactly(size)
+            return await read_answer(reader, 8, max_bytes, f"{name!r} from {peer_id}")
         finally:
             writer.close()
 
@@ -224,6 +223,7 @@ class Hive:
         """On a new p2pd, with what others stored here. Raises DaemonFailed."""
         dead, self._dht = self._dht, await self._begin(life)
         self._dht.inherit(dead)
+        dead.end()
         with suppress(JoinError, TimedOut):  # nobody there: `look_around` tries again
             if targets := known | self._bootstrap:
                 await self._join(life, targets, self.daemon.upkeep.join_timeout_s)

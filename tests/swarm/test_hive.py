@@ -473,7 +473,11 @@ async def test_one_p2pd_is_a_node_of_two_swarms_which_do_not_meet():
                         assert await directory(reader).refresh() == sorted(stored, key=lambda seen: seen.peer_id)
                     assert await beside.fetch_blob(first.peer_id, "name", 10.0, 100) == blob
                 if not deaths:
+                    node = second._dht.node
                     os.kill(first.daemon.pid, signal.SIGKILL)
+        assert not node.is_alive and second._dht.node.is_alive
+        await second.close()
+        assert not second._dht.node.is_alive and first._dht.node.is_alive
 
 
 async def test_a_node_left_alone_finds_the_swarm_again():
