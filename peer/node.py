@@ -94,7 +94,7 @@ class Node:
         self._turn: Turn  # to choose, among newcomers
         self._speed: Speed  # when it began
         self._succession: Succession
-        self._announcing: asyncio.Task[None]  # that its blocks are about to be served
+        self._announcing: Meanwhile[None]  # that its blocks are about to be served
         self._announcer: Announcer
         self._outside: Outside
         self._state = PeerState.JOINING
@@ -142,13 +142,9 @@ class Node:
         blocks = await self._join_and_load(stack)
         self.weights_bytes = blocks.nbytes
         # Other models may load for longer than a record lives.
-        self._announcing = asyncio.create_task(Announcer(self._directory, self.record, self.config.renew_s).run())
-        stack.push_async_callback(self._end_announcing)
+        announcer = Announcer(self._directory, self.record, self.config.renew_s)
+        self._announcing = await stack.enter_async_context(Meanwhile(announcer.run()))
         return blocks
-
-    async def _end_announcing(self) -> None:
-        self._announcing.cancel()
-        await asyncio.gather(self._announcing, return_exceptions=True)
 
     async def _join_and_load(self, stack: AsyncExitStack) -> Blocks:
         join = JoinCode.parse(self.config.join) if self.config.join else None
@@ -184,16 +180,12 @@ class Node:
         announcer = Announcer(self._directory, self.record, self.config.renew_s)
         stack.push_async_callback(announcer.leave)  # if it comes to nothing; goodbye is said once
         announcer.renew_soon()
-        announcing = asyncio.create_task(self._tell_choice(announcer))
-        try:
+        async with Meanwhile(self._tell_choice(announcer)):
             if ahead is not None:
                 await asyncio.to_thread(self._check, self._names(self._span))
                 return await ahead.result()
             await self._fetch(self._span)
             return await self._compute(self._load, self._span, self._check)
-        finally:
-            announcing.cancel()
-            await asyncio.gather(announcing, return_exceptions=True)
 
     async def _tell_choice(self, announcer: Announcer) -> None:
         await self._turn.chosen(self._span)
@@ -323,7 +315,7 @@ class Node:
         await hive.serve_blob(ABOUT, lambda: about)
         await Doorbell(hive, self._directory, peer.addresses).serve()
         self._outside = Outside(hive, self._directory, peer.addresses, peer.tell)
-        await self._end_announcing()
+        await self._announcing.end()
         self._announcer = Announcer(self._directory, self.record, self.config.renew_s)
         self._state = PeerState.SERVING
         await self._announcer.announce()

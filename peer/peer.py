@@ -36,7 +36,7 @@ from swarm.p2pd import refuse_taken_port
 from swarm.paths import earlier_peers, free_peer_key, held
 from swarm.progress import Progress, silent
 from swarm.records import RecordPolicy
-from swarm.tasks import until_one_ends
+from swarm.tasks import Meanwhile, until_one_ends
 from swarm.transport import Endpoint
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Peer:
         self.metrics: Metrics | None = None
         self.metrics_url: str | None = None
         self._key_path: Path
-        self._daemon: asyncio.Task[Daemon]
+        self._daemon: Meanwhile[Daemon]
         self._budget: CacheBudget | None = None
         self._stack = AsyncExitStack()
 
@@ -81,8 +81,7 @@ class Peer:
         async with AsyncExitStack() as stack:
             await self._open_metrics(stack)
             self._take_identity(stack)
-            self._daemon = asyncio.create_task(self._start_daemon())
-            stack.push_async_callback(self._end_daemon)
+            self._daemon = await stack.enter_async_context(Meanwhile(self._start_daemon(), Daemon.close))
             native.load()
             thread = ComputeThread(threads=self._threads(), nice=config.nice)
             self.thread = await stack.enter_async_context(thread)
@@ -150,15 +149,9 @@ class Peer:
             program=config.daemon,
         )
 
-    async def _end_daemon(self) -> None:
-        self._daemon.cancel()
-        for daemon in await asyncio.gather(self._daemon, return_exceptions=True):
-            if isinstance(daemon, Daemon):
-                await daemon.close()
-
     async def hive(self, bootstrap: Sequence[str], swarm_id: bytes) -> Hive:
         """A node of that swarm. Raises what `Daemon.start` and `Hive.join` raise."""
-        daemon = await asyncio.shield(self._daemon)
+        daemon = await self._daemon.shared()
         hive = await Hive.join(daemon, bootstrap=bootstrap, record_policy=RecordPolicy(swarm_id))
         try:
             await serve_changes(hive)  # it stores others' records from now on
@@ -168,13 +161,13 @@ class Peer:
         return hive
 
     async def _open_links(self, stack: AsyncExitStack) -> None:
-        config = self.config
+        config, daemon = self.config, await self._daemon.shared()
         self.endpoint = Endpoint(
             identity=self.identity,
             role="peer",
             handler=self.switchboard,
             heartbeat=config.heartbeat,
-            streams=await self._daemon,
+            streams=daemon,
             direct=config.direct,
             active=lambda: self.switchboard.computed_sessions,
         )
@@ -183,7 +176,7 @@ class Peer:
             listening = await self.endpoint.listen(config.host, config.port)
             self.addresses = config.announce or local_addresses(listening)
         if self.metrics is not None:
-            self.metrics.watch_process(self.endpoint, await self._daemon)
+            self.metrics.watch_process(self.endpoint, daemon)
 
     async def _load(self, stack: AsyncExitStack) -> None:
         loaded = []

@@ -42,13 +42,22 @@ class Meanwhile(Generic[T]):
         return self
 
     async def result(self) -> T:
+        """The caller's from now on."""
         result = await self._task
         self._taken = True
         return result
 
+    async def shared(self) -> T:
+        """The same, for as long as this lasts: it is still undone at the end, and whoever asks may be cancelled."""
+        return await asyncio.shield(self._task)
+
     async def __aexit__(self, *_: object) -> None:
+        await self.end()
+
+    async def end(self) -> None:
         if self._taken:
             return
+        self._taken = True
         self._task.cancel()
         (result,) = await asyncio.gather(self._task, return_exceptions=True)
         if self._undo is not None and not isinstance(result, BaseException):

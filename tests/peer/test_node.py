@@ -144,6 +144,28 @@ async def test_work_whose_result_is_not_taken_leaves_nothing() -> None:
     assert undone == ["a hive"]
 
 
+async def test_work_that_several_share_is_undone_once_and_outlives_one_that_gives_up_waiting() -> None:
+    undone: list[str] = []
+    ready = asyncio.Event()
+
+    async def work() -> str:
+        await ready.wait()
+        return "a daemon"
+
+    async def undo(result: str) -> None:
+        undone.append(result)
+
+    async with Meanwhile(work(), undo) as shared:
+        gives_up = asyncio.ensure_future(shared.shared())
+        await asyncio.sleep(0)
+        gives_up.cancel()
+        await asyncio.sleep(0)
+        ready.set()
+        assert [await shared.shared(), await shared.shared()] == ["a daemon"] * 2 and not undone
+        await shared.end()
+    assert undone == ["a daemon"]
+
+
 @pytest.mark.parametrize(
     ("place", "config", "threads"),
     [
