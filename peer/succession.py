@@ -29,7 +29,6 @@ class Succession:
         self._current: Service | None = service
         self._former: Service | None = None
         self._fellows: list[Service] = []  # of this peer's other models, while nothing is served here
-        self._links: set[Link] = set()
         self._changed = asyncio.Event()
 
     @property
@@ -52,7 +51,6 @@ class Succession:
     # -- LinkHandler -----------------------------------------------------------------------------------------
 
     def link_opened(self, link: Link) -> None:
-        self._links.add(link)
         for service in self.services:
             service.link_opened(link)
 
@@ -63,7 +61,6 @@ class Succession:
             link.send(answer)
 
     def link_lost(self, link: Link, reason: str) -> None:
-        self._links.discard(link)
         for service in self.services:
             service.link_lost(link, reason)
 
@@ -88,7 +85,7 @@ class Succession:
         service.fellows = self._fellows if former is None else former.fellows
         service.fellows.append(service)
         service.start(endpoint)
-        for link in list(self._links):
+        for link in endpoint.links:
             service.link_opened(link)
         self._changed.set()
 

@@ -17,7 +17,7 @@ from peer.service import Service
 from peer.succession import Succession
 from routing.types import Span
 from swarm.frames import Frame, FrameType
-from tests.whole.inprocess import PLENTY, SPEED, InProcessPeer
+from tests.whole.inprocess import PLENTY, SPEED, InProcessModel, InProcessPeer
 from tests.whole.reference import Reference
 from tests.whole.scenes import Text, running
 from tests.whole.stand_ins import until
@@ -54,6 +54,18 @@ class Moving:
         return await self.peer.host.arun(self.succession.vacate(is_asked))
 
 
+async def takes_over(
+    model: InProcessModel, text: Text, moving: Moving, service: Service, other: InProcessPeer
+) -> None:
+    """Its new blocks, of which it is the only peer once `other` is dead."""
+    moving.peer.swarm.tell(moving.peer)
+    await model.client.refresh()
+    await model.client.probe()
+    await asyncio.to_thread(other.kill)
+    await text.more(4)
+    assert text.session.route[1].peer_id == moving.peer.peer_id and len(service.table.sessions) == 1
+
+
 async def test_who_has_a_spare_is_handed_over_and_new_sessions_use_the_new_blocks(tiny: Path, local: Reference) -> None:
     async with running(tiny, ["0:3", "3:6", "0:3"]) as (swarm, model):
         text = Text(model.session(), local, "A text: ")
@@ -73,13 +85,7 @@ async def test_who_has_a_spare_is_handed_over_and_new_sessions_use_the_new_block
         assert text.session.route is not None and moving.peer.peer_id not in text.session.route.peers
         assert moving.succession.services == [service]
         await until(lambda: moving.peer.peer_id not in model.client.leaving)  # its connection is a new one
-        swarm.tell(moving.peer)
-        await model.client.refresh()
-        await model.client.probe()
-        # Only the mover has those blocks now.
-        await asyncio.to_thread(swarm.by_id(route[1].peer_id).kill)
-        await text.more(4)
-        assert text.session.route[1].peer_id == moving.peer.peer_id and len(service.table.sessions) == 1
+        await takes_over(model, text, moving, service, swarm.by_id(route[1].peer_id))
         await text.session.__aexit__()
 
 
@@ -116,12 +122,7 @@ async def test_who_has_no_memory_for_both_hands_over_first_and_is_away_until_it_
             assert other.route[0].peer_id != moving.peer.peer_id
         service = await moving.succeed("3:6")
         assert moving.succession.services == [service]
-        swarm.tell(moving.peer)
-        await model.client.refresh()
-        await model.client.probe()
-        await asyncio.to_thread(swarm.by_id(route[1].peer_id).kill)
-        await text.more(4)
-        assert text.session.route[1].peer_id == moving.peer.peer_id and len(service.table.sessions) == 1
+        await takes_over(model, text, moving, service, swarm.by_id(route[1].peer_id))
         await text.session.__aexit__()
 
 
