@@ -29,7 +29,7 @@ from swarm.families import Family, text_config
 from swarm.few_rows import FewRows, FewRowsLinear, FewRowsNorm
 from swarm.memory import Arena, placed_bytes
 from swarm.progress import Progress, silent
-from swarm.quantized import NONE, row_bytes
+from swarm.quantized import INT8, NONE, row_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -254,10 +254,11 @@ def quantize(
     layer: torch.nn.Module, quantization: str, few_rows: FewRows, dtype: torch.dtype, device: torch.device | str
 ) -> None:
     """Packs the weights of its linear layers, and moves it to the device, all else in `dtype`."""
-    important = importances(layer)
+    ours = torch.device(device).type == "cpu"
+    important = importances(layer) if ours and quantization == INT8 else {}
     for parent, name, child in _linears(layer):
         linear = _as_linear(child)
-        if torch.device(device).type == "cpu":
+        if ours:
             setattr(parent, name, FewRowsLinear.packing(linear, few_rows, quantization, important.get(child)))
         else:
             setattr(parent, name, quantized_linear(linear, quantization, dtype))

@@ -50,14 +50,14 @@ def quantization_of(packed: torch.Tensor, inputs: int) -> str:
 
 def pack(weight: torch.Tensor, quantization: str, importance: torch.Tensor | None = None) -> torch.Tensor:
     """weight [outputs, inputs] -> bytes [outputs, row bytes]. `importance` [inputs]: what the squared error of an
-    input's weights counts, in proportion; without it that is guessed.
+    input's weights counts, in proportion; without it that is guessed. Only int8 asks.
     """
-    if importance is None:
+    if quantization == INT8 and importance is None:
         importance = guessed_importance(weight)
     return torch.cat([_pack(rows, quantization, importance) for rows in weight.split(PACKED_AT_ONCE)])
 
 
-def _pack(weight: torch.Tensor, quantization: str, importance: torch.Tensor) -> torch.Tensor:
+def _pack(weight: torch.Tensor, quantization: str, importance: torch.Tensor | None) -> torch.Tensor:
     outputs = len(weight)
     groups = _grouped(weight.float())
     header: tuple[torch.Tensor, ...]
@@ -68,7 +68,7 @@ def _pack(weight: torch.Tensor, quantization: str, importance: torch.Tensor) -> 
         header = (scales,)
     else:
         header = _grid(groups, LEVELS[quantization])
-        if quantization == INT8:
+        if importance is not None and quantization == INT8:
             header = _best_grid(groups, header, _grouped(importance[None].float())[0])
         codes = _codes(groups, *header, LEVELS[quantization])
     values = codes.to(torch.uint8).view(outputs, -1, 2, GROUP)

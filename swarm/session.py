@@ -103,6 +103,8 @@ class Session:
         self._scope = saved.scope if saved is not None and ours else client.scope
         head = client.head
         self._codec = lossless_codec(COMPUTE_DTYPES.get(config.wire, client.config.dtype))
+        every = encodings(self._codec, head.hidden_size)
+        self._encodings = {"auto": every, "int8": every[-1:]}.get(config.wire, every[:1])
         self.driver = Driver(
             session_id=self.id,
             nonce=secrets.token_bytes(8),
@@ -163,10 +165,8 @@ class Session:
     @property
     def wire(self) -> Wire:
         """What its hidden states may be written in."""
-        every = encodings(self._codec, self.client.head.hidden_size)
-        allowed = {"auto": every, "int8": every[-1:]}.get(self.config.wire, every[:1])
-        results = name_of(self._codec)
-        return replace(self.client.wire, encodings=allowed, results=results, settled=self.driver.codecs)
+        results, settled = name_of(self._codec), self.driver.codecs
+        return replace(self.client.wire, encodings=self._encodings, results=results, settled=settled)
 
     def _chain(self, long: bool) -> NameChain:
         """What must not be shared has another root: other codecs, what may have lost something on the wire, what was
