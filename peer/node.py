@@ -26,6 +26,7 @@ from peer.quantizing import choose
 from peer.rebalancing import Rebalancing, seen
 from peer.service import Load, Service
 from peer.succession import Succession
+from peer.surroundings import Surroundings
 from routing.errors import BadInput, ModelNotFound, NotEnoughMemory, StartError, SwarmError
 from routing.placement import best_span
 from routing.rebalancing import rescue_comes, with_leases
@@ -97,13 +98,14 @@ class Node:
         self._announcing: Meanwhile[None]  # that its blocks are about to be served
         self._announcer: Announcer
         self._outside: Outside
+        self._surroundings: Surroundings
         self._state = PeerState.JOINING
         self._leaving = False
         self.serving: Serving
 
     async def run(self) -> None:
         """Keep the record alive until cancelled. Raises SwarmError if the service fails."""
-        works = [self._announcer.run(), self._succession.watch(), self._outside.run()]
+        works = [self._announcer.run(), self._succession.watch(), self._outside.run(), self._surroundings.run()]
         if self._capacity and self.config.rebalance_s:
             rebalancing = self._rebalancing()
             self._hive.record_policy.on_news.append(rebalancing.heard)
@@ -320,6 +322,14 @@ class Node:
         self._state = PeerState.SERVING
         await self._announcer.announce()
         stack.push_async_callback(self._announcer.leave)
+        self._surroundings = Surroundings(
+            peer.endpoint,
+            self._directory,
+            self._n_blocks,
+            span=lambda: self._span,
+            clock=hive.dht_time,
+            tell=self._announcer.renew_soon,
+        )
         hive.daemon.on_restart.append(self._announce_again)
         if peer.metrics is not None:
             served = self._succession
