@@ -12,6 +12,7 @@ import logging
 import math
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -35,21 +36,35 @@ class _Kept(msgspec.Struct, forbid_unknown_fields=True):
 def setting_of(blocks: Blocks, fingerprint: bytes, dtype: str) -> Setting:
     """All that the measurement depends on. `dtype`: as the peer's record states it, so with the quantization. Call it
     on the compute thread: the number of threads is that thread's own."""
-    device = blocks.shape.device
-    cuda = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return machine_setting(blocks.shape.device, fingerprint, dtype) | {
+        "blocks": len(blocks.span),
+        "hidden": blocks.shape.hidden,
+        "bytes": blocks.nbytes,
+    }
+
+
+def machine_setting(device: torch.device, fingerprint: bytes, dtype: str) -> Setting:
+    """The part of it that is known before there are blocks."""
     return {
-        "processor": cuda or _processor(),
+        "processor": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
         "package": _package_version(),
         "kernels": native.load(),
         "model": fingerprint.hex(),
-        "blocks": len(blocks.span),
-        "hidden": blocks.shape.hidden,
-        "bytes": blocks.nbytes,
         "dtype": dtype,
         "device": str(device),
     }
+
+
+def kept_decode_s(setting: Setting, folder: Path) -> float:
+    """Seconds of one token through one block, by the newest measurement kept in `folder` for a setting that holds all
+    of `setting`: where only the machine's is known, however many blocks it was. 0: there is none."""
+    ages = []
+    for path in folder.glob("*.json"):
+        with suppress(OSError, ValueError):  # that it is damaged is told where it is needed
+            ages.append((path.stat().st_mtime, _decode(path.read_bytes(), setting).decode_s))
+    return max(ages, default=(0.0, 0.0))[1]
 
 
 def measured(blocks: Blocks, setting: Setting, folder: Path, measure: Callable[[Blocks], Speed] = measure) -> Speed:
@@ -75,10 +90,11 @@ def _read(path: Path, setting: Setting) -> Speed | None:
 
 
 def _decode(data: bytes, setting: Setting) -> Speed:
-    """Raises ValueError (so do msgspec's errors) unless it is a measurement made in `setting`."""
+    """Raises ValueError (so do msgspec's errors) unless it is a measurement made in what `setting` says."""
     kept = msgspec.json.decode(data, type=_Kept)
     speed = kept.speed
-    if kept.setting != setting or set(speed.decode) != set(DECODE_ROWS) or set(speed.prefill) != set(PREFILL_TOKENS):
+    fits = setting.items() <= kept.setting.items()
+    if not fits or set(speed.decode) != set(DECODE_ROWS) or set(speed.prefill) != set(PREFILL_TOKENS):
         raise ValueError("it is of something else")
     seconds = *speed.decode.values(), *speed.prefill.values(), speed.int8_value_s
     if not all(math.isfinite(s) and s > 0 for s in seconds):

@@ -11,7 +11,10 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import torch
 
 from peer import devices
 from peer.announcer import Announcer
@@ -20,7 +23,7 @@ from peer.borrowed import Borrowed
 from peer.capacity import Memory, Speed, measure
 from peer.choosing import TURN_S, Turn
 from peer.config import PeerConfig
-from peer.measured import measured, setting_of
+from peer.measured import kept_decode_s, machine_setting, measured, setting_of
 from peer.outside import Outside
 from peer.quantizing import choose
 from peer.rebalancing import Rebalancing, seen
@@ -237,12 +240,13 @@ class Node:
             return wanted
         fit = self._peer.memory(self).blocks_that_fit(self._block_bytes())
         self._capacity = min(self._n_blocks, fit, self.config.most_blocks or fit)
-        view, now = View({}, self._n_blocks), 0.0
+        view, now, decode_s = View({}, self._n_blocks), 0.0, 0.0
         if self.config.join and self._capacity < self._n_blocks:
+            decode_s = await self._compute(self._kept_decode_s)
             leases = await self._turn.come()
             records = await self._directory.refresh()  # not before: who had an earlier turn is in it
             view, now = with_leases(apply(view, RecordsSeen(records)), leases), self._hive.dht_time()
-        return best_span(view, self._n_blocks, self._capacity, now)
+        return best_span(view, self._n_blocks, self._capacity, now, decode_s=decode_s)
 
     def _wanted(self) -> Span | None:
         """The span asked for. Raises BadInput (no such blocks), NotEnoughMemory."""
@@ -362,7 +366,16 @@ class Node:
 
     def _measured(self, blocks: Blocks) -> Speed:
         setting = setting_of(blocks, self._fingerprint, self._dtype)
-        return measured(blocks, setting, self._checkpoint.cache_dir / "measured", measure)
+        return measured(blocks, setting, self._measurements, measure)
+
+    def _kept_decode_s(self) -> float:
+        """How fast this machine was when it served some blocks of this model; 0: it never did so."""
+        setting = machine_setting(torch.device(self.config.device), self._fingerprint, self._dtype)
+        return kept_decode_s(setting, self._measurements)
+
+    @property
+    def _measurements(self) -> Path:
+        return self._checkpoint.cache_dir / "measured"
 
     def _make_service(self, blocks: Blocks, speed: Speed) -> Service:
         peer = self._peer

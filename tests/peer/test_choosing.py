@@ -54,13 +54,18 @@ class FarHive(ShelfHive):
 @pytest.fixture(autouse=True)
 def any_block_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Node, "_block_bytes", lambda self: 1)
+    monkeypatch.setattr(Node, "_kept_decode_s", lambda self: 0.0)
     monkeypatch.setattr("peer.choosing.LOOK_S", 0.0)
+
+
+async def at_once(work: Any) -> Any:
+    return work()
 
 
 def newcomer(shelf: Shelf, rng: random.Random, most_blocks: int = HALF) -> Node:
     """As it is when it has joined."""
     identity, room = Identity.generate(), SimpleNamespace(blocks_that_fit=lambda block_bytes: BLOCKS)
-    peer: Any = SimpleNamespace(identity=identity, memory=lambda node: room)
+    peer: Any = SimpleNamespace(identity=identity, memory=lambda node: room, thread=SimpleNamespace(run=at_once))
     node, hive = Node(PeerConfig(model="smollm2", join="CODE", most_blocks=most_blocks), peer), FarHive(shelf, rng)
     node._n_blocks, node._hive = BLOCKS, hive  # type: ignore[assignment]
     sequences = Sequences()

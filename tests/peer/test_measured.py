@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from peer.blocks import Blocks
 from peer.capacity import DECODE_ROWS, PREFILL_TOKENS, Speed
-from peer.measured import measured, setting_of
+from peer.measured import kept_decode_s, machine_setting, measured, setting_of
 from routing.types import Span
 from swarm import disk_cache
 from swarm.checkpoint import open_checkpoint
@@ -72,6 +73,21 @@ def test_another_model_dtype_or_number_of_threads_is_another_setting(blocks: Blo
         assert setting_of(blocks, SWARM, "float32") != setting
     finally:
         torch.set_num_threads(threads)
+
+
+def test_before_there_are_blocks_what_was_kept_for_any_number_of_them_tells(blocks: Blocks, tmp_path: Path) -> None:
+    watch, kept = Stopwatch(), tmp_path / "measured"
+    setting, before = setting_of(blocks, SWARM, "float32"), machine_setting(torch.device("cpu"), SWARM, "float32")
+    assert kept_decode_s(before, kept) == 0.0
+    for age_s, count in ((100, 2), (50, 7), (200, 5)):
+        measured(blocks, setting | {"blocks": count}, kept, watch)
+        [new] = [path for path in kept.iterdir() if f'"blocks":{count},' in path.read_text()]
+        os.utime(new, (1e9 - age_s, 1e9 - age_s))
+    assert watch.runs == 3 and kept_decode_s(before, kept) == 0.002, "the newest"
+    (kept / "damaged.json").write_bytes(b"{")
+    assert kept_decode_s(before, kept) == 0.002
+    for other in (bytes(32), "float32"), (SWARM, "float32/int8"), (SWARM, "bfloat16"):
+        assert kept_decode_s(machine_setting(torch.device("cpu"), *other), kept) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from routing.types import PeerRecord, PeerState, Span
 from routing.view import RecordsSeen, View, apply
 from swarm.identity import Identity
 from swarm.tasks import Meanwhile
+from tests.routing.test_placement import UNLIKE_HALVES
 from tests.whole.stand_ins import until
 
 BLOCKS = 6
@@ -74,6 +75,31 @@ async def test_while_its_blocks_load_a_peer_is_seen_and_who_comes_then_takes_oth
         assert record.state is PeerState.JOINING and told.left == 0
         view = apply(View({}, BLOCKS), RecordsSeen([record]))
         assert best_span(view, BLOCKS, 3, 0.0) == Span(3, 6)
+
+
+async def test_a_newcomer_whose_speed_was_kept_chooses_by_it(
+    loading: tuple[Node, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The swarm of `test_whoever_knows_to_be_fast_goes_between_the_halves`."""
+    node, _ = loading
+    node.config = PeerConfig(model="smollm2", join="a code", most_blocks=2)
+    node._peer.thread = Slow(lambda: True)  # type: ignore[assignment]
+    node._peer.memory = lambda _: SimpleNamespace(blocks_that_fit=lambda _: 2)  # type: ignore[assignment, return-value]
+    node._n_blocks, node._hive = 4, SimpleNamespace(dht_time=lambda: 0.0)  # type: ignore[assignment]
+    monkeypatch.setattr(node, "_block_bytes", lambda: 1)
+
+    async def none() -> list[Any]:
+        return []
+
+    async def refresh() -> list[PeerRecord]:
+        return list(UNLIKE_HALVES.records.values())
+
+    node._turn, node._directory = SimpleNamespace(come=none), SimpleNamespace(refresh=refresh)  # type: ignore[assignment]
+    chosen = []
+    for kept_s in (0.0, 0.002):
+        monkeypatch.setattr(node, "_kept_decode_s", lambda kept_s=kept_s: kept_s)
+        chosen.append(await node._choose())
+    assert chosen == [Span(2, 4), Span(1, 3)]
 
 
 async def test_a_peer_whose_blocks_cannot_be_loaded_says_goodbye(

@@ -57,6 +57,23 @@ def test_the_slow_place_is_strengthened_and_not_the_one_with_fewest_peers():
     assert best_span(view, 4, 2, 0.0, decode_s=0.05) == Span(2, 4)
 
 
+UNLIKE_HALVES = view_of(
+    4, ("a", "0:2", SERVING), ("b", "2:4", SERVING), ("c", "2:4", SERVING), slow={"a": 0.02, "b": 0.05, "c": 0.1}
+)
+
+
+def test_whoever_knows_to_be_fast_goes_between_the_halves():
+    """In the weaker half one of the median speed is enough, and of a quicker one the rest would be idle."""
+
+    def with_me(span: Span) -> float:
+        mine = PeerRecord(peer_id="me", span=span, decode_s=0.002, expires_at=100.0)
+        return throughput(apply(UNLIKE_HALVES, RecordsSeen([mine])), 0.0)
+
+    assert best_span(UNLIKE_HALVES, 4, 2, 0.0) == Span(2, 4)
+    assert best_span(UNLIKE_HALVES, 4, 2, 0.0, decode_s=0.002) == Span(1, 3)
+    assert (with_me(Span(2, 4)), with_me(Span(1, 3))) == (pytest.approx(25), pytest.approx(30))
+
+
 def test_where_the_throughput_is_the_same_the_even_share_decides():
     # Whoever serves everything can stand in anywhere: the levels are the same wherever a newcomer goes.
     view = view_of(4, ("a", "0:4", SERVING), ("b", "0:2", SERVING))
