@@ -1,18 +1,22 @@
 """Which blocks a peer should serve: a newcomer fills the weakest place, and one that serves moves for a proven gain.
 
-Owns both choices; `throughput.py` says how strong a place is. Pure: a function of a view and `now`. Does not know what
-fits in a machine (the caller says how many blocks), how a peer gets from one span to another, or who else wants to.
-A peer takes as many blocks as fit: a longer span never lowers the throughput. Links do not count: tokens of many
-sessions are under way at once, so a way costs time and no throughput.
+Owns both choices; `rates.py` says how strong a place is, `fastest.py` how long one token takes. Pure: a function of a
+view and `now`. Does not know what fits in a machine (the caller says how many blocks), how a peer gets from one span to
+another, or who else wants to. A peer takes as many blocks as fit: a longer span never lowers the throughput. That comes
+first, and there links do not count: tokens of many sessions are under way at once, so a way costs time and no
+throughput. Where it is nearly the same, one session's token decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median_low
 
+from routing.cost import CostSettings
 from routing.errors import BadInput
+from routing.fastest import Fastest
 from routing.rates import Rates
 from routing.types import PeerId, PeerRecord, PeerState, Span
 from routing.view import View
@@ -22,16 +26,21 @@ GAIN = 1.2  # measured speeds are some percent off, and loading costs
 MOST_TIMES = 100.0  # as fast, or as slow, as the median peer: nobody is believed to be further off
 LOOKED_AT = 8  # windows that are worked out in full: the weakest ones
 DIGITS = 9  # of a level count; behind them is what sums of floats differ by
+NEAR = 0.05  # of the throughput, and of what a peer adds to it if all goes well: what differs by less is as good
+SLOWER = 1.01  # times as long for a token: what differs by less is as fast
+PLACES = 64  # looked at, to know how far peers are from each other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """What a serving peer should do. `rescues`: some of the blocks have nobody, or only such as are about to go."""
+    """What a serving peer should do. `rescues`: some of the blocks have nobody, or only such as are about to go.
+    `slows`: the fastest chain of the swarm takes longer for a token then."""
 
     span: Span
     rescues: bool
     tokens_per_s: float  # of the swarm, then
     before: float  # and now
+    slows: bool = False
 
 
 def best_span(
@@ -47,9 +56,10 @@ def best_span(
 
     The one with which the levels of all blocks, sorted, are highest from the lowest on: blocks without peers first,
     then the weakest. Of equal ones that where the peers' rates, divided evenly over their spans, are lowest; then the
-    lowest start. `decode_s`: what the newcomer takes for one token through one block; 0, here as in a record: not
-    known, and taken to be the median. SERVING and JOINING peers count, so that two newcomers one after the other do not
-    fill the same gap; DRAINING and LEAVING ones do not, since their blocks are about to be missing. Raises BadInput.
+    lowest start. One with which the throughput is nearly as high is better if the fastest chain takes less time for a
+    token then. `decode_s`: what the newcomer takes for one token through one block; 0, here as in a record: not known,
+    and taken to be the median. SERVING and JOINING peers count, so that two newcomers one after the other do not fill
+    the same gap; DRAINING and LEAVING ones do not, since their blocks are about to be missing. Raises BadInput.
     """
     if capacity_blocks < 1:
         raise BadInput(f"a peer serves at least one block, not {capacity_blocks}")
@@ -59,7 +69,7 @@ def best_span(
         return Span(0, n_blocks)
     swarm = _Swarm(view, now, without)
     rate = swarm.rate(decode_s)
-    return max(swarm.choices(capacity_blocks, rate), key=lambda choice: choice.order).span
+    return swarm.best(swarm.choices(capacity_blocks, rate), rate).span
 
 
 def better_span(view: View, me: PeerId, capacity_blocks: int, now: float, *, gain: float = GAIN) -> Move | None:
@@ -67,7 +77,7 @@ def better_span(view: View, me: PeerId, capacity_blocks: int, now: float, *, gai
 
     To rescue blocks without peers; else where the swarm's throughput grows to `gain` times what it is, or (in a crowd,
     where one peer is a small part of it) where the weakest block is so weak that those it leaves have `gain` times as
-    much even without it. Raises BadInput.
+    much even without it, and the fastest chain is as fast as before. Raises BadInput.
     """
     record = view.records.get(me)
     if record is None or record.state is not PeerState.SERVING or record.expires_at < now:
@@ -75,18 +85,20 @@ def better_span(view: View, me: PeerId, capacity_blocks: int, now: float, *, gai
     swarm = _Swarm(view, now, frozenset((me,)))
     rate = swarm.rate(record.decode_s)
     levels = swarm.rates.and_also(record.span, rate).levels()
-    order, bare = _order(levels), _bare(levels)
+    order, bare, token_s = _order(levels), _bare(levels), swarm.token_s(record.span, rate)
     capacity = min(capacity_blocks, view.n_blocks)
     found = [choice for choice in swarm.choices(capacity, rate) if choice.span != record.span]
     found = [choice for choice in found if _bare(choice.levels) <= bare and _order(choice.levels) > order]
     if not found:
         return None
-    best = max(found, key=lambda choice: choice.order)
+    best = swarm.best(found, rate)
     after, before = min(best.levels), min(levels)
     rescues = _bare(best.levels) < bare
+    slows = best.token_s > SLOWER * token_s
     left = min(swarm.levels[record.span.start : record.span.end])
-    if rescues or after >= gain * before > 0 or left >= gain * min(levels[best.span.start : best.span.end]):
-        return Move(span=best.span, rescues=rescues, tokens_per_s=after, before=before)
+    in_crowd = not slows and left >= gain * min(levels[best.span.start : best.span.end])
+    if rescues or after >= gain * before > 0 or in_crowd:
+        return Move(span=best.span, rescues=rescues, tokens_per_s=after, before=before, slows=slows)
     return None
 
 
@@ -108,6 +120,7 @@ def moved(view: View, targets: Mapping[PeerId, Span]) -> View:
 class _Choice:
     span: Span
     levels: list[float]
+    token_s: float
     order: tuple[list[float], list[float], int]
 
 
@@ -126,6 +139,7 @@ class _Swarm:
         self.rates = Rates(view.n_blocks, spans)
         self.levels = self.rates.levels()
         self._even = _even(view.n_blocks, spans)
+        self._fastest = Fastest(view.n_blocks, spans, _way_s(records))
 
     def rate(self, decode_s: float) -> float:
         """Blocks of one token a second."""
@@ -143,7 +157,24 @@ class _Swarm:
             span = Span(start, start + capacity)
             then = self.rates.and_also(span, rate).levels()
             share = [each + rate / capacity * (block in span) for block, each in enumerate(even)]
-            yield _Choice(span, then, (_order(then), _order(share), -start))
+            yield _Choice(span, then, self.token_s(span, rate), (_order(then), _order(share), -start))
+
+    def best(self, choices: Iterable[_Choice], rate: float) -> _Choice:
+        """For one of `rate`: of those that are nearly as good as the first in order, the fastest; of some that are as
+        fast, again the first."""
+        choices = list(choices)
+        first = max(choices, key=lambda choice: choice.order)
+        most = min(first.levels)
+        if most <= 0:
+            return first  # there is no chain yet
+        enough = most - NEAR * min(most, rate / self.n_blocks)
+        good = [choice for choice in choices if min(choice.levels) >= enough]
+        fast_s = SLOWER * min(choice.token_s for choice in good)
+        return max((choice for choice in good if choice.token_s <= fast_s), key=lambda choice: choice.order)
+
+    def token_s(self, span: Span, rate: float) -> float:
+        """Of the fastest chain, with one of `rate` at `span`, in seconds; infinite: some block has nobody."""
+        return self._fastest.with_one(span, 1 / rate)
 
 
 def _median_s(records: Iterable[PeerRecord]) -> float:
@@ -170,6 +201,14 @@ def _bare(levels: list[float]) -> frozenset[int]:
 
 def _order(levels: list[float]) -> list[float]:
     return sorted(map(_rounded, levels))
+
+
+def _way_s(records: Sequence[PeerRecord]) -> float:
+    """From one peer to the next, by where some of them say they are."""
+    places = [record.place for record in records if record.place is not None and record.place.known]
+    some = places[:: 1 + len(places) // PLACES]
+    ways_s = [a.rtt_s(b) / 2 for a, b in pairwise(some)]
+    return median_low(ways_s) if ways_s else CostSettings().link_s
 
 
 def _rounded(level: float) -> float:

@@ -17,6 +17,7 @@ from routing.types import PeerId, PeerRecord, PeerState, Span
 from routing.view import View
 
 PROVEN = 2  # looks that must say the same; blocks without a peer wait for none
+PATIENT = 5  # for a move that makes the fastest chain slower: another peer's may gain as much, and not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,7 @@ class Rebalancer:
             return None
         looks = self._seen[1] + 1 if self._seen is not None and self._seen[0] == move.span else 1
         self._seen = move.span, looks
-        if not move.rescues and looks < PROVEN:
+        if not move.rescues and looks < (PATIENT if move.slows else PROVEN):
             return None
         mine = Lease(peer_id=self._me, span=move.span, since=now, expires_at=now)
         return None if any(overlap(view, mine, other) for other in others) else move

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
-from routing.rebalancing import Lease, Rebalancer, goes_first, may_choose, may_leave, overlap, rescue_comes, with_leases
-from routing.types import PeerState, Span
-from tests.routing.test_placement import view_of
+from routing.placement import best_span, moved, throughput
+from routing.rebalancing import (
+    PATIENT,
+    Lease,
+    Rebalancer,
+    goes_first,
+    may_choose,
+    may_leave,
+    overlap,
+    rescue_comes,
+    with_leases,
+)
+from routing.types import PeerRecord, PeerState, Span
+from routing.view import RecordsSeen, View, apply
+from tests.routing.test_placement import fastest_s, view_of
 
 JOINING, SERVING, DRAINING, LEAVING = PeerState
 CROWDED = view_of(4, *((peer, "0:2", SERVING) for peer in ("a", "b", "c", "d")), ("z", "2:4", SERVING))
@@ -21,6 +35,29 @@ def test_a_gain_must_be_seen_twice():
     peer = Rebalancer("a")
     assert peer.look(CROWDED, [], 2, 0.0) is None
     assert peer.look(CROWDED, [], 2, 30.0).span == Span(2, 4)
+
+
+HALVES = view_of(4, ("fast", "0:2", SERVING), ("a", "0:2", SERVING), ("z", "2:4", SERVING), slow={
+    "fast": 0.01, "a": 0.02, "z": 0.02,
+})  # fmt: skip
+
+
+def test_a_move_that_makes_tokens_slower_leaves_others_time_to_make_one_that_does_not():
+    """Between the halves the fast one doubles the throughput, and so does the other one in the weaker half."""
+    fast, other = Rebalancer("fast"), Rebalancer("a")
+    assert [fast.look(HALVES, [], 2, 0.0), other.look(HALVES, [], 2, 0.0), fast.look(HALVES, [], 2, 0.0)] == [None] * 3
+    move = other.look(HALVES, [], 2, 0.0)
+    assert move.span == Span(2, 4) and not move.slows and move.tokens_per_s == pytest.approx(50)
+    after = moved(HALVES, {"a": move.span})
+    assert all(fast.look(after, [], 2, 0.0) is None for _ in range(PATIENT))
+
+
+def test_if_nobody_makes_it_the_throughput_comes_first():
+    fast = Rebalancer("fast")
+    *before, move = [fast.look(HALVES, [], 2, 0.0) for _ in range(PATIENT)]
+    assert before == [None] * (PATIENT - 1)
+    assert move.span == Span(1, 3) and move.slows and move.tokens_per_s == pytest.approx(50)
+    assert fastest_s(moved(HALVES, {"fast": move.span})) > fastest_s(HALVES)
 
 
 def test_a_gain_that_went_away_begins_anew():
@@ -146,3 +183,52 @@ def test_who_drains_first_leaves_all_of_its_blocks_for_a_while():
     view = view_of(4, ("a", "0:2", SERVING), ("b", "0:1", SERVING), ("z", "2:4", DRAINING))
     mine = lease("a", "1:3")
     assert may_leave(view, mine, [mine], 1.0) and not may_leave(view, mine, [mine], 1.0, drains=True)
+
+
+# -- six unlike peers, the busiest leaves, and one of five times the speed comes: as in `bench/moves.py` --------------
+
+SPEEDS, FAST, BLOCK_S, BLOCKS, MOST = (1.0, 0.7, 1.2, 0.8, 0.6, 1.0), 5.0, 0.02, 6, 3
+SEEDS = (*range(10), 17, 33, 35, 39, 42)  # in the latter and 6 it would go wrong without patience
+
+
+class Six:
+    """Peers that join one after the other, and look in turn, in an order of chance. `knows`: newcomers know how fast
+    they are; in the lab they do not."""
+
+    def __init__(self, rng: Random, knows: bool):
+        self.rng, self.knows, self.view = rng, knows, View({}, BLOCKS)
+        self.looking: dict[str, Rebalancer] = {}
+        for number in rng.sample(range(len(SPEEDS)), len(SPEEDS)):
+            self.join(f"p{number}", SPEEDS[number])
+
+    def join(self, peer: str, speed: float) -> None:
+        block_s = BLOCK_S / speed
+        span = best_span(self.view, BLOCKS, MOST, 0.0, decode_s=block_s if self.knows else 0.0)
+        record = PeerRecord(peer_id=peer, span=span, decode_s=block_s, expires_at=100.0)
+        self.view = apply(self.view, RecordsSeen([record]))
+        self.looking[peer] = Rebalancer(peer)
+
+    def lose(self, peer: str) -> None:
+        self.view = View({other: each for other, each in self.view.records.items() if other != peer}, BLOCKS)
+
+    def look(self, rounds: int) -> None:
+        for _ in range(rounds):
+            for peer in self.rng.sample(sorted(self.view.records), len(self.view.records)):
+                if move := self.looking[peer].look(self.view, [], MOST, 0.0):
+                    self.view = moved(self.view, {peer: move.span})
+
+
+@pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_where_a_fast_peer_came_the_swarm_gives_more_and_no_token_takes_longer(seed: int, knows: bool) -> None:
+    six = Six(Random(seed), knows)
+    six.look(PATIENT)
+    six.lose(six.rng.choice(sorted(six.view.records)))
+    six.look(six.rng.randrange(3))  # the gap may have been filled by then, or not
+    six.join("fast", FAST)
+    token_s, tokens_per_s = fastest_s(six.view), throughput(six.view, 0.0)
+    six.look(3 * PATIENT)
+    assert fastest_s(six.view) <= token_s * (1 + 1e-9)
+    assert throughput(six.view, 0.0) >= tokens_per_s * (1 - 1e-9)
+    bound = sum(1 / record.decode_s for record in six.view.records.values()) / BLOCKS
+    assert throughput(six.view, 0.0) > 0.6 * bound
