@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from dataclasses import dataclass
@@ -12,13 +13,26 @@ import numpy as np
 from bench.figures import Figure
 from bench.setting import Setting
 from routing.placement import best_span, better_span, moved, throughput
+from routing.simulation import Scenario
+from routing.simulation.agenda import Agenda
+from routing.simulation.report import Tally
+from routing.simulation.world import World
 from routing.types import PeerRecord, Span
 from routing.view import View
+from swarm import simulation
 
 SWARMS = 500
 PEERS, BLOCKS = 1000, 80
 CAPACITIES = (4, 8, 8, 12)
+RATE, SPREAD = 5.0, 0.5  # of a machine's rate, lognormal: the mean and the deviation of its logarithm
 TIMED = 50
+# As in the bound, a pass takes as long as its steps one by one. Each client reads one answer, which does not end. To
+# load a thousand peers it takes thousands of clients, and those ten minutes of computing.
+SATURATED = Scenario(
+    name="saturated", n_blocks=24, peers=100, capacity=CAPACITIES, block_s=math.exp(-RATE), speed_spread=SPREAD,
+    slope=1.0, clients=400, answers=1, start_within_s=10.0, prompt_tokens=1, prompt_spread=0.0,
+    answer_tokens=1_000_000, answer_spread=0.0, standby="none", look_s=10.0, seconds=90.0,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,10 @@ def placement(setting: Setting) -> list[Figure]:
         ),
         Figure.of_median(
             "and after half of those at a third of the blocks were lost, and moves", "", lost, "of what is left"
+        ),
+        Figure.of_median(
+            f"{SATURATED.peers} unlike peers, {SATURATED.clients} clients simulated: tokens/s over the bound", "",
+            [_saturated(0)], f"{SATURATED.n_blocks} blocks; its queues may give a tenth too much",
         ),
         *(
             Figure.of_median(f"{size:,} peers, {BLOCKS} blocks: a newcomer's choice", "ms", times)
@@ -107,12 +125,23 @@ def _best(n_blocks: int, machines: list[Machine]) -> float:
 def _crowd(rng: random.Random, peers: int) -> View:
     view = View({}, BLOCKS)
     for number in range(peers):
-        view = _joined(view, number, Machine(rng.choice(CAPACITIES), rng.lognormvariate(5, 0.5)))
+        view = _joined(view, number, Machine(rng.choice(CAPACITIES), rng.lognormvariate(RATE, SPREAD)))
     return view
 
 
 def _share(view: View) -> float:
     return throughput(view, 0.0) * view.n_blocks / sum(1 / record.decode_s for record in view.records.values())
+
+
+def _saturated(seed: int) -> float:
+    """Tokens a second of all clients in the second half of the time, over the bound."""
+    scenario = SATURATED.but(seed=seed)
+    given = simulation.run(scenario).tokens_over_time
+    streams = simulation.streams(scenario)
+    world = World(scenario, Agenda(), streams, Tally(scenario.seconds))
+    world.start()  # the same machines
+    bound = sum(1 / peer.block_s for peer in world.peers) / scenario.n_blocks
+    return mean(given[len(given) // 2 :]) / bound
 
 
 def _after_loss(rng: random.Random, view: View) -> float:
@@ -128,7 +157,7 @@ def _choice_ms(rng: random.Random, peers: int) -> float:
     records = {}
     for number in range(peers):
         start = rng.randrange(BLOCKS - 7)
-        record = _record(number, Span(start, start + 8), rng.lognormvariate(5, 0.5))
+        record = _record(number, Span(start, start + 8), rng.lognormvariate(RATE, SPREAD))
         records[record.peer_id] = record
     view, times = View(records, BLOCKS), []
     for _ in range(TIMED):
