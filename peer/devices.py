@@ -29,13 +29,13 @@ def choose_device(wanted: str) -> str:
     return wanted
 
 
-def failure(error: Exception, device: torch.device | str) -> SwarmError | None:
+def failure(error: Exception, device: torch.device | str, name: str | None = None) -> SwarmError | None:
     """What stands behind an error of computing, if it is the machine's: NotEnoughMemory, or DeviceLost, which is found
-    out by computing something else."""
+    out by computing something else. `name`: of the device, where that alone does not tell which it is."""
     if _is_of_memory(error):
-        return NotEnoughMemory(f"the memory of {device} is not enough: {_first_line(error)}")
+        return NotEnoughMemory(f"the memory of {name or device} is not enough: {_first_line(error)}")
     if isinstance(error, RuntimeError) and not computes(device):
-        return DeviceLost(f"{device} does not compute any more: {_first_line(error)}")
+        return DeviceLost(f"{name or device} does not compute any more: {_first_line(error)}")
     return None
 
 

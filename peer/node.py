@@ -22,9 +22,10 @@ from peer.choosing import TURN_S, Turn
 from peer.config import PeerConfig
 from peer.measured import measured, setting_of
 from peer.outside import Outside
+from peer.pipeline import Load
 from peer.quantizing import choose
 from peer.rebalancing import Rebalancing, seen
-from peer.service import Load, Service
+from peer.service import Service
 from peer.succession import Succession
 from routing.errors import BadInput, ModelNotFound, NotEnoughMemory, StartError, SwarmError
 from routing.placement import best_span
@@ -335,7 +336,7 @@ class Node:
             address=", ".join(peer.addresses) or "only through the swarm's own network",
             weights_bytes=self.weights_bytes,
             dtype=self._dtype,
-            cache_positions=self._positions(service.budget.limit_bytes),
+            cache_positions=service.cache_positions,
             speed=self._speed,
             metrics=peer.metrics_url,
         )
@@ -357,7 +358,7 @@ class Node:
     def _make_service(self, blocks: Blocks, speed: Speed) -> Service:
         peer = self._peer
         budget = peer.cache(self, blocks)
-        return Service(me=peer.identity.peer_id, blocks=blocks, budget=budget, thread=peer.thread, speed=speed)
+        return Service(me=peer.identity.peer_id, blocks=blocks, budget=budget, threads=[peer.thread], speed=speed)
 
     # -- other blocks ----------------------------------------------------------------------------------------
 
@@ -465,8 +466,8 @@ class Node:
             decode_s=service.load.decode_s,
             prefill_s=service.load.prefill_s,
             queue_s=service.load.queue_s,
-            cache_free=self._positions(service.free_cache_bytes),
-            cache_total=self._positions(service.budget.limit_bytes),
+            cache_free=service.free_cache_positions,
+            cache_total=service.cache_positions,
             place=place if (place := self._peer.endpoint.coordinates.coordinate).known else None,
             dtype=self._dtype,
             region=self.config.region.lower(),
@@ -481,6 +482,3 @@ class Node:
             dtype=self.config.dtype,
             bootstrap=bootstrap,
         )
-
-    def _positions(self, nbytes: int) -> int:
-        return nbytes // self._service.blocks.shape.position_bytes(len(self._span))

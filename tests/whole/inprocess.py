@@ -81,7 +81,7 @@ class InProcessPeer:
             me=self.peer_id,
             blocks=blocks,
             budget=CacheBudget(self._cache_bytes),
-            thread=thread,
+            threads=[thread],
             speed=SPEED,
             limits=self._limits,
         )
@@ -111,9 +111,9 @@ class InProcessPeer:
         return service
 
     async def _serve_too(self, swarm: InProcessSwarm, span: Span) -> Service:
-        thread = self.service._lane.thread
+        thread = self.service.stages[0].lane.thread
         blocks = await thread.run(Blocks.load, swarm.checkpoint, swarm.family, span, swarm.dtype)
-        service = Service(me=self.peer_id, blocks=blocks, budget=self.service.budget, thread=thread, speed=SPEED)
+        service = Service(me=self.peer_id, blocks=blocks, budget=self.service.budget, threads=[thread], speed=SPEED)
         self._stack.push_async_callback(service.close)
         switchboard = Switchboard()
         switchboard.add(self.swarm.join_code.fingerprint, Succession(self.service))
