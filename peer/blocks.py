@@ -184,6 +184,11 @@ class Blocks:
         return sum(self.block_bytes)
 
     @property
+    def places(self) -> tuple[int, ...]:
+        """Of each part: its device's number among the peer's."""
+        return (0,)
+
+    @property
     def bytes_by_device(self) -> tuple[int, ...]:
         return (self.nbytes,)
 

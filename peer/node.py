@@ -11,13 +11,14 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from peer import devices
 from peer.announcer import Announcer
 from peer.blocks import Blocks, estimated_block_bytes
 from peer.borrowed import Borrowed
-from peer.capacity import Memory, Speed, measure
+from peer.capacity import Memory, Speed, mean_speed, measure
 from peer.choosing import TURN_S, Turn
 from peer.config import PeerConfig
 from peer.measured import measured, setting_of
@@ -26,6 +27,7 @@ from peer.pipeline import Load
 from peer.quantizing import choose
 from peer.rebalancing import Rebalancing, seen
 from peer.service import Service
+from peer.spread import AnyBlocks, Spread, names
 from peer.succession import Succession
 from routing.errors import BadInput, ModelNotFound, NotEnoughMemory, StartError, SwarmError
 from routing.placement import best_span
@@ -68,6 +70,7 @@ class Serving:
     join_code: str
     address: str
     weights_bytes: int
+    devices: tuple[str, ...]  # that have blocks; of several, with which
     dtype: str  # that its blocks compute in, and how their weights are quantized
     cache_positions: int
     speed: Speed  # of one block, when it began to serve
@@ -79,7 +82,7 @@ class Node:
 
     def __init__(self, config: PeerConfig, peer: Peer):
         self.config, self._peer = config, peer
-        self.weights_bytes = 0  # once they are loaded
+        self.weights: tuple[int, ...] = (0,) * len(config.devices)  # in bytes on each, once they are loaded
         self._checkpoint: Checkpoint
         self._borrowed: Borrowed | None = None  # where the model is not on this disk
         self._family: Family
@@ -112,6 +115,10 @@ class Node:
         await until_one_ends(works)
 
     @property
+    def weights_bytes(self) -> int:
+        return sum(self.weights)
+
+    @property
     def sessions(self) -> int:
         """Sessions of clients that are used now."""
         return self._succession.sessions
@@ -138,16 +145,16 @@ class Node:
 
     # -- start -----------------------------------------------------------------------------------------------
 
-    async def load(self, stack: AsyncExitStack) -> Blocks:
+    async def load(self, stack: AsyncExitStack) -> AnyBlocks:
         """Join or begin the swarm, and load the blocks; p2pd starts while the model is read."""
         blocks = await self._join_and_load(stack)
-        self.weights_bytes = blocks.nbytes
+        self.weights = blocks.bytes_by_device
         # Other models may load for longer than a record lives.
         announcer = Announcer(self._directory, self.record, self.config.renew_s)
         self._announcing = await stack.enter_async_context(Meanwhile(announcer.run()))
         return blocks
 
-    async def _join_and_load(self, stack: AsyncExitStack) -> Blocks:
+    async def _join_and_load(self, stack: AsyncExitStack) -> AnyBlocks:
         join = JoinCode.parse(self.config.join) if self.config.join else None
         if join is None:
             await asyncio.to_thread(self._open_model, False)
@@ -175,7 +182,7 @@ class Node:
             self._span = await self._choose() if ahead is None or wanted is None else wanted
             return await self._load_announced(stack, ahead)
 
-    async def _load_announced(self, stack: AsyncExitStack, ahead: Meanwhile[Blocks] | None) -> Blocks:
+    async def _load_announced(self, stack: AsyncExitStack, ahead: Meanwhile[AnyBlocks] | None) -> AnyBlocks:
         """While the blocks load, others see that they are about to be served: who comes meanwhile takes other ones.
         Those that load `ahead` of the swarm's manifest are compared with it before anybody is served."""
         announcer = Announcer(self._directory, self.record, self.config.renew_s)
@@ -192,7 +199,7 @@ class Node:
         await self._turn.chosen(self._span)
         await announcer.run()
 
-    async def _found(self, stack: AsyncExitStack) -> Blocks:
+    async def _found(self, stack: AsyncExitStack) -> AnyBlocks:
         """Begin a swarm: the whole checkpoint is here, and its manifest names the swarm."""
         self._span = await self._choose()  # before all of a model is read that does not fit
         self._manifest = await asyncio.to_thread(manifests.build, self._checkpoint, self._peer.progress)
@@ -215,7 +222,7 @@ class Node:
         return None
 
     async def _choose_quantization(self) -> None:
-        thread = self._peer.thread
+        thread = self._peer.threads[0]
         self._quantization = await choose(self.config, self._checkpoint.config, self._family, thread)
 
     def _use(self, checkpoint: Checkpoint) -> None:
@@ -274,32 +281,32 @@ class Node:
         """Tensors of a swarm that was joined must be those of its manifest; a founder's have just made it."""
         manifests.check(self._checkpoint, names, self._manifest)
 
-    def _load(self, span: Span, check: Callable[[Sequence[str]], None] | None) -> Blocks:
-        config = self.config
-        return Blocks.load(
-            self._checkpoint,
-            self._family,
-            span,
-            config.torch_dtype,
-            config.device,
-            self._peer.progress,
-            quantization=self._quantization,
-            check=check,
-        )
+    def _load(self, span: Span, check: Callable[[Sequence[str]], None] | None) -> AnyBlocks:
+        config, progress, quantization = self.config, self._peer.progress, self._quantization
+        source = self._checkpoint, self._family, span, config.torch_dtype
+        if len(config.devices) == 1:
+            return Blocks.load(*source, config.device, progress, quantization=quantization, check=check)
+        shares = self._peer.memory(self).shares(len(span), self._block_bytes())
+        return Spread.load(*source, config.devices, shares, progress, quantization=quantization, check=check)
 
     async def _compute(self, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """On the compute thread. Raises NotEnoughMemory or DeviceLost for what torch and the system say of it."""
+        """On the first device's compute thread. Raises NotEnoughMemory or DeviceLost for what torch and the system say
+        of it."""
+        return await self._compute_on(0, partial(work, *args, **kwargs))
+
+    async def _compute_on(self, place: int, work: Callable[[], R]) -> R:
+        thread, device = self._peer.threads[place], self.config.devices[place]
         try:
-            return await self._peer.thread.run(work, *args, **kwargs)
+            return await thread.run(work)
         except (RuntimeError, MemoryError, OSError) as error:
-            named = await self._peer.thread.run(devices.failure, error, self.config.device)
+            named = await thread.run(devices.failure, error, device)
             if named is None:
                 raise
             raise named from error
 
-    async def make_ready(self, blocks: Blocks, stack: AsyncExitStack) -> None:
+    async def make_ready(self, blocks: AnyBlocks, stack: AsyncExitStack) -> None:
         """For sessions on `blocks`, before the peer has links."""
-        self._speed = await self._compute(self._measured, blocks)
+        self._speed = await self._measured(blocks)
         self._succession = Succession(self._make_service(blocks, self._speed))
         stack.push_async_callback(self._succession.close)
         self._peer.switchboard.add(self._fingerprint, self._succession)
@@ -335,6 +342,7 @@ class Node:
             join_code=code.encode(),
             address=", ".join(peer.addresses) or "only through the swarm's own network",
             weights_bytes=self.weights_bytes,
+            devices=names(service.blocks),
             dtype=self._dtype,
             cache_positions=service.cache_positions,
             speed=self._speed,
@@ -351,14 +359,20 @@ class Node:
         """As records state it."""
         return self.config.dtype if self._quantization == NONE else f"{self.config.dtype}/{self._quantization}"
 
-    def _measured(self, blocks: Blocks) -> Speed:
-        setting = setting_of(blocks, self._fingerprint, self._dtype)
-        return measured(blocks, setting, self._checkpoint.cache_dir / "measured", measure)
+    async def _measured(self, blocks: AnyBlocks) -> Speed:
+        """Of a block, on each device by itself."""
 
-    def _make_service(self, blocks: Blocks, speed: Speed) -> Service:
+        def of(part: Blocks) -> Speed:
+            setting = setting_of(part, self._fingerprint, self._dtype)
+            return measured(part, setting, self._checkpoint.cache_dir / "measured", measure)
+
+        parts = zip(blocks.places, blocks.parts, strict=True)
+        return mean_speed([(len(part.span), await self._compute_on(place, partial(of, part))) for place, part in parts])
+
+    def _make_service(self, blocks: AnyBlocks, speed: Speed) -> Service:
         peer = self._peer
-        budget = peer.cache(self, blocks)
-        return Service(me=peer.identity.peer_id, blocks=blocks, budget=budget, threads=[peer.thread], speed=speed)
+        budget, threads = peer.cache(self, blocks), [peer.threads[place] for place in blocks.places]
+        return Service(me=peer.identity.peer_id, blocks=blocks, budget=budget, threads=threads, speed=speed)
 
     # -- other blocks ----------------------------------------------------------------------------------------
 
@@ -375,17 +389,17 @@ class Node:
             replace=self._replace,
         )
 
-    async def _load_beside(self, span: Span) -> Blocks:
+    async def _load_beside(self, span: Span) -> AnyBlocks:
         """Off the compute thread, which goes on serving. Raises NotEnoughMemory if both spans do not fit."""
-        if not self._fits(span, self._peer.memory(self, taken_bytes=self._service_bytes)):
+        if not self._fits(span, self._peer.memory(self, taken=self._service_bytes)):
             raise NotEnoughMemory(f"blocks {span} do not fit beside {self._span}")
         return await self._load_aside(span)
 
-    async def _load_aside(self, span: Span) -> Blocks:
+    async def _load_aside(self, span: Span) -> AnyBlocks:
         await self._fetch(span)
         return await asyncio.to_thread(self._load, span, self._check)
 
-    async def _switch(self, blocks: Blocks) -> None:
+    async def _switch(self, blocks: AnyBlocks) -> None:
         """Serve other blocks, and hand over the sessions that need the old ones."""
         if self._state is not PeerState.SERVING:
             return
@@ -396,7 +410,7 @@ class Node:
     async def _replace(self, span: Span, may: Callable[[], Awaitable[bool]]) -> bool:
         """Where both spans do not fit: hand the sessions over, give up the old blocks, then load; if that fails, the
         old ones again. Whether the new ones are served. Raises StartError if neither can be loaded."""
-        load, former, memory = self._service.load, self._span, self._peer.memory(self, freed_bytes=self._service_bytes)
+        load, former, memory = self._service.load, self._span, self._peer.memory(self, freed=self._service_bytes)
         if self._state is not PeerState.SERVING or not self._fits(span, memory):
             return False
         self._tell_state(PeerState.DRAINING, former)
@@ -424,11 +438,11 @@ class Node:
         self._state, self._span = state, span
         self._announcer.renew_soon()
 
-    def _succeed(self, blocks: Blocks, load: Load) -> None:
+    def _succeed(self, blocks: AnyBlocks, load: Load) -> None:
         """`load`: of the service before. The machine is the same, and so is a block."""
         speed = Speed(decode={1: load.decode_s}, prefill={1: load.prefill_s})
         service = self._make_service(blocks, speed)
-        self._span, self.weights_bytes = blocks.span, blocks.nbytes
+        self._span, self.weights = blocks.span, blocks.bytes_by_device
         self._succession.succeed(service, self._peer.endpoint)
         self._announcer.renew_soon()
 
@@ -437,10 +451,13 @@ class Node:
         return self._succession.current
 
     @property
-    def _service_bytes(self) -> int:
-        """Of its weights, and of its sessions where they share no memory with those of other models."""
-        service = self._service
-        return service.blocks.nbytes + (service.budget.used_bytes if len(self._peer.nodes) == 1 else 0)
+    def _service_bytes(self) -> list[int]:
+        """On each device: of its weights, and of its sessions where they share no memory with those of other models."""
+        blocks, held = self._service.blocks, list(self._service.blocks.bytes_by_device)
+        if len(self._peer.nodes) == 1:
+            for place, budget in zip(blocks.places, self._service.budget.parts, strict=True):
+                held[place] += budget.used_bytes
+        return held
 
     def _fits(self, span: Span, memory: Memory) -> bool:
         try:

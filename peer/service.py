@@ -14,14 +14,13 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from peer.blocks import Blocks
 from peer.cache import CacheBudget, SeatCache
 from peer.capacity import Speed
 from peer.effects import Prepare, Reach, Run, Sender, SessionLimits, ToLink, ToPeer
 from peer.pipeline import Load, Pipeline
 from peer.seats import SeatStore
 from peer.sessions import SessionTable
-from peer.spread import Spread, SpreadBudget, SpreadCache, names, position_bytes, seat_on
+from peer.spread import AnyBlocks, SpreadBudget, SpreadCache, names, position_bytes, seat_on
 from peer.stage import Stage
 from routing.errors import BadInput, SwarmError, TimedOut, Unreachable
 from routing.types import PeerId
@@ -51,7 +50,7 @@ class Service:
         self,
         *,
         me: PeerId,
-        blocks: Blocks | Spread,
+        blocks: AnyBlocks,
         budget: CacheBudget | SpreadBudget,
         threads: Sequence[ComputeThread],
         speed: Speed,

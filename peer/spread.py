@@ -14,6 +14,7 @@ import torch
 
 from peer.blocks import Blocks
 from peer.cache import CacheBudget, CacheShape, SeatCache
+from peer.devices import failure
 from routing.errors import BadInput
 from routing.types import Span
 from swarm.checkpoint import Checkpoint
@@ -44,17 +45,20 @@ class Spread:
         quantization: str = NONE,
         check: Callable[[Sequence[str]], None] | None = None,
     ) -> Spread:
-        """`shares`: how many blocks each device gets, of `span` in order. See `Blocks.load`."""
+        """`shares`: how many blocks each device gets, of `span` in order. Raises what `Blocks.load` raises, and of a
+        device NotEnoughMemory or DeviceLost."""
         assert sum(shares) == len(span) and len(shares) == len(devices)
         parts, places, start = [], [], span.start
         for place, (device, share) in enumerate(zip(devices, shares, strict=True)):
             if share:
                 part = Span(start, start + share)
-                parts.append(
-                    Blocks.load(
+                try:
+                    blocks = Blocks.load(
                         checkpoint, family, part, dtype, device, progress, quantization=quantization, check=check
                     )
-                )
+                except (RuntimeError, MemoryError, OSError) as error:
+                    raise failure(error, device) or error from error
+                parts.append(blocks)
                 places.append(place)
                 start = part.end
         return cls(parts=tuple(parts), places=tuple(places), devices=len(devices))
@@ -77,6 +81,9 @@ class Spread:
     def bytes_by_device(self) -> tuple[int, ...]:
         held = dict(zip(self.places, (part.nbytes for part in self.parts), strict=True))
         return tuple(held.get(place, 0) for place in range(self.devices))
+
+
+AnyBlocks = Blocks | Spread
 
 
 class SpreadCache:
@@ -181,7 +188,7 @@ class SpreadBudget:
 
 
 def seat_on(
-    blocks: Blocks | Spread, budget: CacheBudget | SpreadBudget, entry: int, exit: int
+    blocks: AnyBlocks, budget: CacheBudget | SpreadBudget, entry: int, exit: int
 ) -> SeatCache | SpreadCache:
     """Empty memory for a session that runs `[entry, exit)` of these blocks, on the devices that have them. Raises
     BadInput."""
@@ -196,7 +203,7 @@ def seat_on(
     return SpreadCache(caches) if len(caches) > 1 else caches[0]
 
 
-def position_bytes(blocks: Blocks | Spread, entry: int, exit: int) -> tuple[int, ...]:
+def position_bytes(blocks: AnyBlocks, entry: int, exit: int) -> tuple[int, ...]:
     """What one position of a session in `[entry, exit)` takes of the memory of each part's device."""
     costs = []
     for part in blocks.parts:
@@ -206,7 +213,7 @@ def position_bytes(blocks: Blocks | Spread, entry: int, exit: int) -> tuple[int,
     return tuple(costs)
 
 
-def names(blocks: Blocks | Spread) -> tuple[str, ...]:
+def names(blocks: AnyBlocks) -> tuple[str, ...]:
     """Of the parts' devices, before their owner: of several, with what each has."""
     if len(blocks.parts) == 1:
         return (str(blocks.shape.device),)

@@ -98,11 +98,28 @@ def test_the_best_device_that_is_here_is_taken(monkeypatch: pytest.MonkeyPatch) 
         PeerConfig(model="m", device="cuda")
     has["mps"] = True
     assert PeerConfig(model="m").device == "mps"
-    has["cuda"] = 2
-    assert PeerConfig(model="m").device == "cuda" and PeerConfig(model="m", device="cuda:1").device == "cuda:1"
-    assert PeerConfig(model="m", device="cpu").device == "cpu"
-    with pytest.raises(NoSuchDevice, match="cuda:2: 2 of its kind are here"):
-        PeerConfig(model="m", device="cuda:2")
-    for nonsense in ("gpu", "meta", "cuda:x"):
+    has["cuda"] = 1
+    assert PeerConfig(model="m").devices == ("cuda",)
+    has["cuda"] = 3
+    assert PeerConfig(model="m").devices == ("cuda:0", "cuda:1", "cuda:2"), "all of them"
+    assert PeerConfig(model="m", device="cuda:1").devices == ("cuda:1",)
+    assert PeerConfig(model="m", device="cuda:2, cuda:0,cpu").devices == ("cuda:2", "cuda:0", "cpu")
+    assert PeerConfig(model="m", device="cpu,cpu").devices == ("cpu", "cpu"), "each with a part of it"
+    with pytest.raises(NoSuchDevice, match="cuda:3: 3 of its kind are here"):
+        PeerConfig(model="m", device="cpu,cuda:3")
+    for nonsense in ("gpu", "meta", "cuda:x", "cpu,gpu", "cpu,", ",", "cuda:0;cuda:1", "cpu,auto"):
         with pytest.raises(BadInput, match="is not a device"):
             PeerConfig(model="m", device=nonsense)
+    for twice in ("cuda:1,cuda:1", "cuda,cpu,cuda:0", "mps,mps"):
+        with pytest.raises(BadInput, match="is named twice"):
+            PeerConfig(model="m", device=twice)
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [("cpu,gpu", "BadInput: 'gpu' is not a device"), ("cpu,", "BadInput: '' is not a device"),
+     ("cpu,cuda:7", "NoSuchDevice: this machine has no device cuda:7")],
+)  # fmt: skip
+def test_a_device_that_cannot_be_is_named_by_the_command(device: str, said: str) -> None:
+    result = CliRunner().invoke(command.app, ["m", "--device", device])
+    assert result.exit_code in (2, 6) and said in result.stderr and "Traceback" not in result.stderr

@@ -24,12 +24,16 @@ def peer_of(models: int, monkeypatch: pytest.MonkeyPatch, free_bytes: int, **con
     return Peer([PeerConfig(model=name, device="cpu", **config) for name in NAMES[:models]])
 
 
+def blocks_of(nbytes: int) -> Any:
+    return SimpleNamespace(bytes_by_device=(nbytes,), places=(0,))
+
+
 def load(peer: Peer, monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> list[int]:
     """How many blocks of each model fit, when they are loaded one after the other."""
     counts = []
     for node in peer.nodes:
         counts.append(peer.memory(node).blocks_that_fit(BLOCK))
-        node.weights_bytes = counts[-1] * BLOCK
+        node.weights = (counts[-1] * BLOCK,)
         free_bytes -= node.weights_bytes
         monkeypatch.setattr("peer.peer.free_memory", lambda device, left=free_bytes: left)
     return counts
@@ -40,7 +44,7 @@ def test_models_get_equal_parts_and_as_much_again_for_their_sessions(monkeypatch
     assert load(peer_of(1, monkeypatch, free), monkeypatch, free) == [6]
     peer = peer_of(3, monkeypatch, free)
     assert load(peer, monkeypatch, free) == [2, 2, 2]
-    blocks: Any = SimpleNamespace(nbytes=2 * BLOCK)
+    blocks = blocks_of(2 * BLOCK)
     budgets = [peer.cache(node, blocks) for node in peer.nodes]
     assert budgets[0] is budgets[1] is budgets[2]
     assert budgets[0].limit_bytes == (RESERVE_BYTES + 6 * BLOCK) // 2
@@ -49,7 +53,7 @@ def test_models_get_equal_parts_and_as_much_again_for_their_sessions(monkeypatch
 def test_what_one_model_leaves_is_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     free = RESERVE_BYTES + 12 * BLOCK
     peer = peer_of(2, monkeypatch, free)
-    peer.nodes[0].weights_bytes = BLOCK
+    peer.nodes[0].weights = (BLOCK,)
     monkeypatch.setattr("peer.peer.free_memory", lambda device: free - BLOCK)
     assert peer.memory(peer.nodes[1]).blocks_that_fit(BLOCK) == 5
 
@@ -58,11 +62,11 @@ def test_the_owners_limits_are_for_all_models_together(monkeypatch: pytest.Monke
     free = 100 * GIB
     peer = peer_of(2, monkeypatch, free, max_memory_bytes=12 * BLOCK)
     assert load(peer, monkeypatch, free) == [3, 3]
-    budget = peer.cache(peer.nodes[0], SimpleNamespace(nbytes=3 * BLOCK))  # type: ignore[arg-type]
+    budget = peer.cache(peer.nodes[0], blocks_of(3 * BLOCK))
     assert budget.limit_bytes == 6 * BLOCK
     peer = peer_of(2, monkeypatch, free, max_memory_bytes=12 * BLOCK, cache_bytes=2 * BLOCK)
     assert load(peer, monkeypatch, free) == [5, 5]
-    assert peer.cache(peer.nodes[0], SimpleNamespace(nbytes=5 * BLOCK)).limit_bytes == 2 * BLOCK  # type: ignore[arg-type]
+    assert peer.cache(peer.nodes[0], blocks_of(5 * BLOCK)).limit_bytes == 2 * BLOCK
     with pytest.raises(NotEnoughMemory, match="--max-memory allows"):
         load(peer_of(3, monkeypatch, free, max_memory_bytes=4 * BLOCK), monkeypatch, free)
 
@@ -70,7 +74,7 @@ def test_the_owners_limits_are_for_all_models_together(monkeypatch: pytest.Monke
 def test_a_model_that_moves_shares_the_cache_with_others_and_alone_begins_a_new_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    blocks: Any = SimpleNamespace(nbytes=BLOCK)
+    blocks = blocks_of(BLOCK)
     alone = peer_of(1, monkeypatch, 10 * GIB)
     assert alone.cache(alone.nodes[0], blocks) is not alone.cache(alone.nodes[0], blocks)
     both = peer_of(2, monkeypatch, 10 * GIB)
