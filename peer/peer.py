@@ -53,12 +53,14 @@ class Peer:
         progress: Progress = silent,
         tell: Callable[[Notice], None] | None = None,
         moved: Callable[[str, Span], None] | None = None,
+        grown: Callable[[str, Span], None] | None = None,
     ):
         """`configs`: one for each model; in all but `model`, `join` and `blocks` they agree. `tell` is called with what
-        the owner should know of this peer's reachability, `moved` with a model of which it serves other blocks now."""
+        the owner should know of this peer's reachability, `moved` with a model of which it serves other blocks now,
+        `grown` once the blocks of a model are all loaded, of which some were served before."""
         self.config = configs[0]
         self.progress = progress
-        self._tell, self._moved = tell or _nobody, moved or _nobody
+        self._tell, self._moved, self._grown = tell or _nobody, moved or _nobody, grown or _nobody
         self._told: Notice | None = None
         self.nodes = [Node(config, self) for config in configs]
         self.switchboard = Switchboard()
@@ -239,7 +241,7 @@ class Peer:
         if not budgets or len(self.nodes) == 1:
             budgets = self._budgets = [CacheBudget(0) for _ in config.devices]
         others = [other.weights for other in self.nodes if other is not node]
-        weights = [sum(of_device) for of_device in zip(blocks.bytes_by_device, *others, strict=True)]
+        weights = [sum(of_device) for of_device in zip(node.weights_with(blocks), *others, strict=True)]
         for budget, free, loaded in zip(budgets, self._free(), weights, strict=True):
             limit, wish = (
                 None if nbytes is None else nbytes * loaded // sum(weights)
@@ -253,12 +255,14 @@ class Peer:
         return SpreadBudget(own) if len(budgets) > 1 else own[0]
 
     def _free(self) -> list[int]:
-        """Bytes on each device. All but CUDA's have parts of one memory."""
+        """Bytes on each device that no block still to be loaded needs. All but CUDA's have parts of one memory."""
         shared = sum(torch.device(device).type != "cuda" for device in self.config.devices)
-        return [
+        free = [
             free_memory(device) // (1 if torch.device(device).type == "cuda" else shared)
             for device in self.config.devices
         ]
+        free[0] -= sum(node.pending_bytes for node in self.nodes)  # with several devices there are none
+        return free
 
     # -- what its owner is told ------------------------------------------------------------------------------
 
@@ -270,6 +274,9 @@ class Peer:
 
     def moved(self, model: str, span: Span) -> None:
         self._moved(model, span)
+
+    def grown(self, model: str, span: Span) -> None:
+        self._grown(model, span)
 
 
 def _nobody(*_: object) -> None:

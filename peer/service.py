@@ -91,6 +91,13 @@ class Service:
             self._tasks.spawn(self.pipeline.run(stage))
             self._tasks.spawn(self._tune(stage))
 
+    def grow(self, blocks: AnyBlocks) -> None:
+        """Serve more blocks of one device behind those that are served: sessions and passes under way go on with what
+        they have."""
+        (stage,), (part,) = self.stages, blocks.parts
+        stage.grow(part)
+        self.blocks, self.table.span = blocks, blocks.span
+
     async def close(self) -> None:
         await self._tasks.close()
 

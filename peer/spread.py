@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from peer.blocks import Blocks
+from peer.blocks import Blocks, Loading
 from peer.cache import CacheBudget, CacheShape, SeatCache
 from peer.devices import failure
 from routing.errors import BadInput
@@ -30,38 +30,6 @@ class Spread:
     parts: tuple[Blocks, ...] = field(repr=False)
     places: tuple[int, ...]  # of each part: its device, by its number among the peer's
     devices: int  # of the peer; there may be some without blocks
-
-    @classmethod
-    def load(
-        cls,
-        checkpoint: Checkpoint,
-        family: Family,
-        span: Span,
-        dtype: torch.dtype,
-        devices: Sequence[str],
-        shares: Sequence[int],
-        progress: Progress = silent,
-        *,
-        quantization: str = NONE,
-        check: Callable[[Sequence[str]], None] | None = None,
-    ) -> Spread:
-        """`shares`: how many blocks each device gets, of `span` in order. Raises what `Blocks.load` raises, and of a
-        device NotEnoughMemory or DeviceLost."""
-        assert sum(shares) == len(span) and len(shares) == len(devices)
-        parts, places, start = [], [], span.start
-        for place, (device, share) in enumerate(zip(devices, shares, strict=True)):
-            if share:
-                part = Span(start, start + share)
-                try:
-                    blocks = Blocks.load(
-                        checkpoint, family, part, dtype, device, progress, quantization=quantization, check=check
-                    )
-                except (RuntimeError, MemoryError, OSError) as error:
-                    raise failure(error, device) or error from error
-                parts.append(blocks)
-                places.append(place)
-                start = part.end
-        return cls(parts=tuple(parts), places=tuple(places), devices=len(devices))
 
     @property
     def span(self) -> Span:
@@ -83,7 +51,66 @@ class Spread:
         return tuple(held.get(place, 0) for place in range(self.devices))
 
 
+class SpreadLoading:
+    """The blocks of a span, read in their order onto one device after the other. See `Loading`."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        family: Family,
+        span: Span,
+        dtype: torch.dtype,
+        devices: Sequence[str],
+        shares: Sequence[int],
+        progress: Progress = silent,
+        *,
+        quantization: str = NONE,
+        check: Callable[[Sequence[str]], None] | None = None,
+    ):
+        """`shares`: how many blocks each device gets. Raises BadInput (no such blocks)."""
+        assert sum(shares) == len(span) and len(shares) == len(devices)
+        self.span, self._devices = span, devices
+        self._places = tuple(place for place, share in enumerate(shares) if share)
+        self._parts, start = [], span.start
+        for place in self._places:
+            part = Span(start, start + shares[place])
+            self._parts.append(
+                Loading(
+                    checkpoint, family, part, dtype, devices[place], progress, quantization=quantization, check=check
+                )
+            )
+            start = part.end
+
+    @property
+    def loaded(self) -> int:
+        return sum(part.loaded for part in self._parts)
+
+    @property
+    def whole(self) -> bool:
+        return self.loaded == len(self.span)
+
+    @property
+    def pending_bytes(self) -> int:
+        """That the blocks to come will take."""
+        return sum(part.pending_bytes for part in self._parts)
+
+    def load_next(self) -> None:
+        """One block more. Raises what `Loading.load_next` raises, and NotEnoughMemory or DeviceLost of its device."""
+        place, part = next(each for each in zip(self._places, self._parts, strict=True) if not each[1].whole)
+        try:
+            part.load_next()
+        except (RuntimeError, MemoryError, OSError) as error:
+            raise failure(error, self._devices[place]) or error from error
+
+    def blocks(self) -> Spread:
+        """All of them, once they are loaded."""
+        assert self.whole
+        parts = tuple(part.blocks() for part in self._parts)
+        return Spread(parts=parts, places=self._places, devices=len(self._devices))
+
+
 AnyBlocks = Blocks | Spread
+AnyLoading = Loading | SpreadLoading
 
 
 class SpreadCache:

@@ -61,6 +61,11 @@ class Stage:
         """With more than decode steps that are under way."""
         return bool(self.here[Kind.PREFILL] or self.here[Kind.STANDBY]) or len(self.scheduler) > 0
 
+    def grow(self, blocks: Blocks) -> None:
+        """More blocks, behind those that are here."""
+        assert blocks.span.start == self.blocks.span.start and blocks.span.end >= self.blocks.span.end
+        self.blocks, self.executor = blocks, Executor(blocks)
+
     def may_begin(self, kind: Kind) -> bool:
         """Whether later devices keep up: a batch that waits there could have taken along what comes meanwhile."""
         return all(len(stage.here[kind]) < 2 for stage in self.later)
