@@ -215,7 +215,8 @@ class InProcessSwarm:
     ) -> InProcessPeer:
         """`cache_bytes`: on each device. `span`: as "0:2+2:3" it lies on two."""
         identity, limits = identity or Identity.generate(), limits or SessionLimits()
-        peer = InProcessPeer(self, [Span.parse(part) for part in span.split("+")], identity, quantization, cache_bytes, limits)
+        parts = [Span.parse(part) for part in span.split("+")]
+        peer = InProcessPeer(self, parts, identity, quantization, cache_bytes, limits)
         self.peers.append(peer)
         await peer.open()
         if announce:
