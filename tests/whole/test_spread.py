@@ -25,6 +25,7 @@ from swarm.frames import FrameType
 from tests.whole.inprocess import InProcessPeer, InProcessSwarm
 from tests.whole.reference import Reference
 from tests.whole.scenes import Text, running, used
+from tests.whole.stand_ins import until
 from tests.whole.test_standby import warm
 
 LONG = "Once upon a time there was " * 10
@@ -208,22 +209,25 @@ async def test_a_pass_that_fails_on_one_device_leaves_no_seat_ahead(
             await failing.host.arun(asyncio.wait_for(failing.service.watch(), 0.05))
 
 
-async def test_values_that_are_not_finite_on_one_device_leave_no_seat_ahead(tiny: Path, local: Reference) -> None:
-    """Of two sessions in one pass one alone."""
+@pytest.mark.parametrize("place", [0, 1])
+async def test_values_that_are_not_finite_on_one_device_leave_no_seat_ahead(
+    place: int, tiny: Path, local: Reference
+) -> None:
     async with running(tiny, ["0:2+2:6"] * 2) as (swarm, model), model.session() as session:
         text = Text(session, local)
         await text.more(5)
         failing = used(swarm, session, 0)
-        executor = failing.service.stages[1].executor
-        begin = executor.begin
+        executor, [store] = failing.service.stages[place].executor, stores(failing)
+        begin, before = executor.begin, store.position
 
         def spoilt(items: Any) -> Any:
             return begin([replace(item, hidden=torch.full_like(item.hidden, float("nan"))) for item in items])
 
         executor.begin = spoilt  # type: ignore[method-assign]
         await text.more(5)
-        assert used(swarm, session, 0) is not failing and in_step(failing)
-        assert "not finite" in session.recoveries[-1].reason
+        assert used(swarm, session, 0) is not failing
+        assert store.position == before and in_step(failing)
+        assert "the output has values that are not finite" in session.recoveries[-1].reason, "it came in well"
 
 
 async def test_a_device_that_is_lost_is_named(
@@ -254,16 +258,13 @@ class Meeting:
     the n-th on the second device beside the next one on the first."""
 
     def __init__(self, peer: InProcessPeer, meetings: int):
-        self.met, self.most_under_way = 0, 0
-        self._meetings, self._stages = meetings, peer.service.stages
+        self.met, self._meetings = 0, meetings
         self._begun, self._change = [0, 0], threading.Condition()
-        for place, stage in enumerate(self._stages):
+        for place, stage in enumerate(peer.service.stages):
             stage.advance = partial(self._advance, place, stage.advance)  # type: ignore[method-assign]
 
     def _advance(self, place: int, advance: Callable[[Batch, float], bool], batch: Batch, least_s: float) -> bool:
         with self._change:
-            under_way = sum(len(stage.here[Kind.DECODE]) for stage in self._stages)
-            self.most_under_way = max(self.most_under_way, under_way)
             self._begun[place] += 1
             mine, other = self._begun[place], 1 - place
             self._change.notify_all()
@@ -285,6 +286,32 @@ async def test_both_devices_compute_at_a_time(count: int, tiny: Path, local: Ref
         meeting = Meeting(swarm.peers[0], meetings=6)
         await asyncio.gather(*(text.more(12) for text in texts))
         assert meeting.met == 6 + 7, "of them the very first on the first device meets nobody, and does not wait"
-        assert meeting.most_under_way == 2, "none runs ahead: what waits there could have taken others along"
+        for session in sessions:
+            await session.__aexit__()
+
+
+async def test_the_first_device_does_not_run_ahead(tiny: Path, local: Reference) -> None:
+    """What would wait for the second could have taken along what comes meanwhile. Each session wants one token more, so
+    that nothing but the second device says when the first may go on."""
+    async with running(tiny, ["0:3+3:6"]) as (swarm, model):
+        first, second = swarm.peers[0].service.stages
+        sessions = [model.session() for _ in range(9)]
+        texts = [Text(session, local, f"Session {index}: ") for index, session in enumerate(sessions)]
+        await asyncio.gather(*(text.more(2) for text in texts))
+        advance, go_on = second.advance, threading.Event()
+        second.advance = lambda *pass_: go_on.wait(30) and advance(*pass_)  # type: ignore[method-assign]
+        alone = asyncio.ensure_future(texts[0].more(1))
+        await until(lambda: len(second.here[Kind.DECODE]) == 1)
+        others = [asyncio.ensure_future(text.more(1)) for text in texts[1:]]
+
+        def all_are_here() -> bool:
+            batches = [batch for stage in (first, second) for batch in stage.here[Kind.DECODE]]
+            return sum(len(batch.done) for batch in batches) + len(first.scheduler) == 9
+
+        await until(all_are_here)
+        await until(lambda: len(second.here[Kind.DECODE]) == 2)
+        assert len(first.scheduler) >= 3 and not first.here[Kind.DECODE], "five at most are half of nine"
+        go_on.set()
+        await asyncio.wait_for(asyncio.gather(alone, *others), 10)
         for session in sessions:
             await session.__aexit__()
