@@ -217,18 +217,16 @@ class Peer:
         for their sessions; those to come get equal parts. Both in bytes on each device: `taken`, of the owner's limit,
         by the node itself; `freed`, of what it uses now, and will not then."""
         config, others = self.config, [other for other in self.nodes if other is not node]
-        held = sum(other.weights_bytes for other in others)
-        promised = held if config.cache_bytes is None else 0
-        limit, free = config.max_memory_bytes, self._free()
-        for place in range(len(free)):
-            free[place] += freed[place] if freed else 0
-            if promised:
-                free[place] -= sum(other.weights[place] for other in others)
-        free = [max(0, each) for each in free]
+        held, none = self._weights(others), [0] * len(config.devices)
+        promised, limit = held if config.cache_bytes is None else none, config.max_memory_bytes
+        by_device = tuple(
+            max(0, free + more - kept)
+            for free, more, kept in zip(self._free(), freed or none, promised, strict=True)
+        )
         return Memory(
-            free_bytes=sum(free),
-            by_device=tuple(free) if len(free) > 1 else (),
-            limit_bytes=None if limit is None else max(0, limit - held - promised - sum(taken)),
+            free_bytes=sum(by_device),
+            by_device=by_device if len(by_device) > 1 else (),
+            limit_bytes=None if limit is None else max(0, limit - sum(held) - sum(promised) - sum(taken)),
             cache_bytes=config.cache_bytes,
             models=1 + sum(not other.weights_bytes for other in others),
         )
@@ -240,8 +238,8 @@ class Peer:
         config, budgets = self.config, self._budgets
         if not budgets or len(self.nodes) == 1:
             budgets = self._budgets = [CacheBudget(0) for _ in config.devices]
-        others = [other.weights for other in self.nodes if other is not node]
-        weights = [sum(of_device) for of_device in zip(node.weights_with(blocks), *others, strict=True)]
+        others = self._weights([other for other in self.nodes if other is not node])
+        weights = [own + more for own, more in zip(node.weights_with(blocks), others, strict=True)]
         for budget, free, loaded in zip(budgets, self._free(), weights, strict=True):
             limit, wish = (
                 None if nbytes is None else nbytes * loaded // sum(weights)
@@ -253,6 +251,10 @@ class Peer:
             budget.limit_bytes = memory.for_cache(loaded) if loaded else 0
         own = [budgets[place] for place in blocks.places]
         return SpreadBudget(own) if len(budgets) > 1 else own[0]
+
+    def _weights(self, nodes: Sequence[Node]) -> list[int]:
+        """Bytes on each device."""
+        return [sum(node.weights[place] for node in nodes) for place in range(len(self.config.devices))]
 
     def _free(self) -> list[int]:
         """Bytes on each device that no block still to be loaded needs. All but CUDA's have parts of one memory."""

@@ -73,13 +73,9 @@ class Pipeline:
         """Steps that wait for a pass."""
         return sum(len(stage.scheduler) for stage in self.stages)
 
-    @property
-    def lost(self) -> DeviceLost | None:
-        return next((stage.lost for stage in self.stages if stage.lost is not None), None)
-
     def lose(self, error: Exception) -> DeviceLost | None:
-        """The device for want of which something failed, if that is why."""
-        return self.lost if any([stage.lose(error) for stage in self.stages]) else None
+        """What is to be said of the device for want of which something failed, if that is why."""
+        return next((stage.lost for stage in self.stages if stage.lose(error)), None)
 
     async def run(self, stage: Stage) -> None:
         """Turn after turn on its compute thread: a pass of the decode steps that are ready, then prefill until more
@@ -138,6 +134,8 @@ class Pipeline:
             after.ready.set()
         else:
             self._finish(batch)
+        if stage.lost is not None:  # their clients know it by now, all others will when the links end
+            raise stage.lost
 
     def _wake_before(self, stage: Stage) -> None:
         """There is less here now, and that may be what they wait for."""
@@ -194,8 +192,6 @@ class Pipeline:
                 cache_of(work).truncate(work.start)  # nothing of it stays, on none of the devices
                 self._table.failed(work, entry.problem, now)
             self._act()
-        if self.lost is not None:  # their clients know it by now, all others will when the links end
-            raise self.lost
 
     def _learn(self, batch: Batch) -> None:
         works = [entry.work for entry in batch.done]

@@ -92,7 +92,7 @@ class Stage:
 
         def enough(seconds: float) -> bool:
             mine = seconds >= least_s and self._others_wait(batch)
-            return mine or (self.lane.gives_way and math.isfinite(least_s))
+            return mine or (math.isfinite(least_s) and self.lane.gives_way)
 
         try:
             if batch.packed is None:
