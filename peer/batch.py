@@ -13,6 +13,8 @@ from peer.seats import Work
 from peer.spread import SpreadCache
 from swarm.frames import Problem
 
+CACHES = (SeatCache, SpreadCache)
+
 
 @dataclass(slots=True)
 class Done:
@@ -85,15 +87,15 @@ class Batch:
 
 def cache_of(work: Work) -> SeatCache | SpreadCache:
     store = work.seat.store
-    assert isinstance(store, SeatCache | SpreadCache)
+    assert isinstance(store, CACHES)
     return store
 
 
-def batches(works: Sequence[Work], passes: Passes) -> Iterator[Batch]:
-    """Works that leave at the same device make one."""
+def by_exit(works: Sequence[Work]) -> Iterator[list[Work]]:
+    """Those that leave at the same device together."""
 
     def parts(work: Work) -> int:
         return len(cache_of(work).parts)
 
     for _, together in groupby(sorted(works, key=parts), parts):
-        yield Batch(list(together), passes)
+        yield list(together)

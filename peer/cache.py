@@ -341,16 +341,18 @@ class CacheBudget:
 
     def can_hold(self, seat: SeatCache, positions: int) -> bool:
         """Whether `seat` could grow to `positions` now."""
-        return self.used_bytes + self._more(seat, positions) <= self.limit_bytes
+        return positions <= seat.capacity or self.used_bytes + self._more(seat, positions) <= self.limit_bytes
 
     def claim(self, seat: SeatCache, positions: int) -> bool:
         """Grants `seat` room for `positions`, and marks it as used now. False, and no change, if there is no
         room.
         """
-        if not self.can_hold(seat, positions):
-            return False
-        self.count(self._more(seat, positions))
-        seat.capacity = seat.capacity_for(positions)
+        if positions > seat.capacity:
+            more = self._more(seat, positions)
+            if self.used_bytes + more > self.limit_bytes:
+                return False
+            self.count(more)
+            seat.capacity = seat.capacity_for(positions)
         self._seats[seat] = None
         self._seats.move_to_end(seat)
         return True

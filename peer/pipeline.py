@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from peer.batch import Batch, batches, cache_of
+from peer.batch import Batch, by_exit, cache_of
 from peer.seats import Work
-from peer.session import PeerSession
 from peer.sessions import SessionTable
 from peer.stage import Kind, Stage
 from routing.errors import DeviceLost
@@ -108,25 +107,28 @@ class Pipeline:
 
     def _take(self, stage: Stage, kind: Kind) -> None:
         """Works that wait at the stage become batches; of prefill one set after the other."""
-        scheduler, counts = stage.scheduler, self._table.counts
-        if not stage.may_begin(kind) or any(batch.at == 0 for batch in stage.here[kind]):
+        scheduler, counts, here = stage.scheduler, self._table.counts, stage.here[kind]
+        if not stage.may_begin(kind) or (here and any(batch.at == 0 for batch in here)):
             return
         if kind is Kind.DECODE:
-            works, passes = scheduler.next_decode(self._decode_share()), counts.decode
+            works = scheduler.next_decode(self._decode_share()) if scheduler.decode_waits else []
+            passes = counts.decode
         elif kind is Kind.PREFILL:
             works, passes = scheduler.next_prefill(), counts.prefill
         else:
             works, passes = scheduler.next_background(), counts.standby
-        stage.here[kind] += batches([work for work in works if self._make_room(work)], passes)
+        if works := [work for work in works if self._make_room(work)]:
+            here += [Batch(some, passes) for some in (by_exit(works) if stage.later else (works,))]
 
     async def _advance(self, stage: Stage, kind: Kind, least_s: float) -> None:
         """The first batch of a kind, which goes on when it is through these blocks."""
-        batch, before_s = stage.here[kind][0], stage.here[kind][0].seconds
+        here = stage.here[kind]
+        batch, before_s = here[0], here[0].seconds
         if not await stage.lane.run(stage.advance, batch, least_s):
             return
         if kind is Kind.DECODE:
             stage.decode_pass_s += SMOOTHING * (batch.seconds - before_s - stage.decode_pass_s)
-        stage.here[kind].popleft()
+        here.popleft()
         self._wake_before(stage)
         if batch.go_on(time.monotonic()):
             after = stage.later[0]
@@ -147,18 +149,15 @@ class Pipeline:
         """How many decode steps one pass takes. In a chain of h hops only one of h groups of sessions can be here at
         a time: taken all in one pass they would stay one lump, and each hop would idle while another computes. So would
         each device of a hop that has several."""
-        now, share = time.monotonic(), 0.0
+        now, me, share, several = time.monotonic(), self._table.me, 0.0, len(self.stages) > 1
         for session in self._table.sessions.values():
             if session.route and now - session.heard_at < ACTIVE_S:
-                share += self._places_here(session)
+                here, more = sum(hop.peer_id == me for hop in session.route), 0
+                if several:
+                    mine = [hop for hop in session.route if hop.peer_id == me]
+                    more = sum(self._devices(hop.entry, hop.exit) - 1 for hop in mine)
+                share += here / (len(session.route) + more)
         return max(1, math.ceil(share))
-
-    def _places_here(self, session: PeerSession) -> float:
-        mine = [hop for hop in session.route if hop.peer_id == self._table.me]
-        devices = len(session.route)
-        if len(self.stages) > 1:
-            devices += sum(self._devices(hop.entry, hop.exit) - 1 for hop in mine)
-        return len(mine) / devices
 
     def _devices(self, entry: int, exit: int) -> int:
         """That have some of these blocks."""

@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 
 import torch
 
@@ -31,7 +31,7 @@ from swarm.frames import Codec, Frame, Problem
 log = logging.getLogger(__name__)
 
 
-class Kind(Enum):
+class Kind(StrEnum):
     """Of a batch: who waits for it. In the order of their turns."""
 
     DECODE = "decode"
@@ -68,7 +68,7 @@ class Stage:
 
     def may_begin(self, kind: Kind) -> bool:
         """Whether later devices keep up: a batch that waits there could have taken along what comes meanwhile."""
-        return all(len(stage.here[kind]) < 2 for stage in self.later)
+        return not self.later or all(len(stage.here[kind]) < 2 for stage in self.later)
 
     def hurry(self) -> None:
         """A standby that is called into the route must not wait behind others."""
