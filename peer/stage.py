@@ -1,7 +1,7 @@
 """One device of a peer at work for a service: its blocks, its account, what waits for it, and its half of a pass.
 
-Knows no session table and no other device; which pass comes next is `pipeline.py`'s. What runs on the compute thread
-is `advance`, and what it calls.
+Which pass comes next, and where it goes on, is `pipeline.py`'s. What runs on the compute thread is `advance`, and what
+it calls.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -139,6 +140,17 @@ async def test_the_parts_of_the_processor_share_its_cores(
     async with AsyncExitStack() as stack:
         await peer._start_threads(stack)
         assert [thread._threads for thread in peer.threads] == cores
+
+
+async def test_each_compute_thread_has_its_own_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries' kernels run on the current device, wherever their tensors lie."""
+    chosen: dict[int, Any] = {}
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: chosen.update({threading.get_ident(): device}))
+    peer = two_devices(monkeypatch, {"cuda:0": GIB, "cpu": GIB, "cuda:1": GIB}, threads=1)
+    async with AsyncExitStack() as stack:
+        await peer._start_threads(stack)
+        found = [chosen.get(await thread.run(threading.get_ident)) for thread in peer.threads]
+    assert found == ["cuda:0", None, "cuda:1"]
 
 
 @pytest.mark.parametrize(("models", "said"), [(1, "a shard is cut"), (2, "another: a shard is cut")])

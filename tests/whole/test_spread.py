@@ -26,6 +26,7 @@ from tests.whole.inprocess import InProcessPeer, InProcessSwarm
 from tests.whole.reference import Reference
 from tests.whole.scenes import Text, running, used
 from tests.whole.stand_ins import until
+from tests.whole.test_metrics import figures
 from tests.whole.test_standby import warm
 
 LONG = "Once upon a time there was " * 10
@@ -113,6 +114,23 @@ async def test_the_journal_is_with_the_last_blocks_alone(tiny: Path, local: Refe
         assert first.nbytes == first.capacity * 2 * 2 * 2 * 16 * 4
         assert last.nbytes == last.capacity * (4 * 2 * 2 * 16 + 64) * 4
         assert [budget.used_bytes for budget in swarm.peers[0].service.budget.parts] == [first.nbytes, last.nbytes]
+
+
+async def test_a_token_counts_once_whatever_devices_it_passes(tiny: Path, local: Reference) -> None:
+    async with running(tiny, ["0:2+2:6"]) as (swarm, model), model.session() as session:
+        [peer] = swarm.peers
+        text = Text(session, local)
+        await text.more(9)
+        value = await figures(peer)
+        assert value("tokens_total", kind="decode") == value("pass_rows_count", kind="decode") == 8
+        assert value("tokens_total", kind="prefill") == len(text.ids)
+        assert value("step_queue_seconds_count", kind="decode") == 8
+        spent = value("busy_seconds_total", kind="decode")
+        assert spent == value("step_compute_seconds_sum", kind="decode") > 0
+        budget = peer.service.budget
+        assert value("cache_used_bytes") == budget.used_bytes == sum(part.used_bytes for part in budget.parts)
+        assert value("cache_limit_positions") == peer.service.cache_positions
+        assert len(text.ids) + 8 <= value("cache_used_positions") < len(text.ids) + 8 + 32
 
 
 # -- room ---------------------------------------------------------------------------------------------------
