@@ -87,7 +87,7 @@ class Memory:
         each = block_bytes + -(-(self.cache_bytes or 0) // count)
         most = [max(0, free - LEAST_CACHE_BYTES) // each for free in self.by_device or (self.free_bytes,)]
         if sum(most) < count:
-            raise self._too_little(f"{count} blocks of {_mib(block_bytes)}")
+            raise self._too_little(f"a block takes {_mib(block_bytes)}, and these devices have no room for {count}")
         return proportional(count, most)
 
     def for_cache(self, weights_bytes: int) -> int:

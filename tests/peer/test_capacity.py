@@ -101,7 +101,7 @@ def test_each_device_has_room_for_its_blocks_and_their_part_of_the_cache(free, l
 def test_devices_that_hold_enough_together_may_hold_too_little_each():
     one, two = Memory(free_bytes=3 * GIB), Memory(free_bytes=3 * GIB, by_device=(3 * GIB // 2, 3 * GIB // 2))
     one.check(Span(0, 1), 2 * GIB)
-    with pytest.raises(NotEnoughMemory, match=r"1 blocks of 2048 MiB; 3072 MiB are free on 2 devices together"):
+    with pytest.raises(NotEnoughMemory, match=r"2048 MiB, and these devices have no room for 1; 3072 MiB are free"):
         two.check(Span(0, 1), 2 * GIB)
 
 
