@@ -37,7 +37,7 @@ async def choose(
     """
     if config.quantize != AUTO:
         return config.quantize
-    if torch.device(config.device).type != "cpu" or not await native.prepare():
+    if any(torch.device(device).type != "cpu" for device in config.devices) or not await native.prepare():
         return NONE
     if not await thread.run(pays, linear_shapes(model, family, 0), config.torch_dtype):
         return NONE

@@ -17,6 +17,7 @@ from routing.errors import BadInput, SwarmError, TimedOut, Unreachable
 from routing.neighbours import neighbours
 from routing.types import PeerRecord, Span
 from routing.view import RecordsSeen, View, apply
+from swarm.link import Link
 from swarm.transport import Endpoint
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Surroundings:
         self._endpoint, self._directory, self._n_blocks = endpoint, directory, n_blocks
         self._span, self._clock, self._tell = span, clock, tell
         self._chance = chance or random.Random()
+        self._dialled: list[Link] = []  # for this alone, and still open
 
     @property
     def known(self) -> bool:
@@ -66,7 +68,11 @@ class Surroundings:
             pause_s, next_s = next_s, min(RARER * next_s, EVERY_S)
 
     async def look(self) -> None:
-        """Measure the ways to a few others now. Raises SwarmError if the directory cannot be read."""
+        """Measure the ways to a few others now. Raises SwarmError if the directory cannot be read.
+
+        The links of the last look end if nobody used them since. Not sooner: the other end may have begun to.
+        """
+        await self._close_unused()
         view = apply(View({}, self._n_blocks), RecordsSeen(await self._directory.refresh()))
         chosen = neighbours(view, self._endpoint.peer_id, self._span(), self._clock(), self._chance)
         pings = 1 if self.known else PINGS
@@ -77,19 +83,21 @@ class Surroundings:
             log.info("measuring the ways to others took longer than %g s", LOOK_S)
 
     async def _measure(self, record: PeerRecord, pings: int) -> None:
-        """Pings over the link that there is, else over one that is closed again if no session uses it by then."""
         linked = self._endpoint.link(record.peer_id) is not None
         try:
             link = await self._endpoint.connect(record.peer_id, record.addresses, DIAL_S)
         except (Unreachable, BadInput) as error:  # BadInput: this peer is closing
             log.info("the way to %s cannot be measured: %s", record.peer_id, error)
             return
+        if not linked:
+            self._dialled.append(link)
         try:
             for _ in range(pings):
                 await link.ping(PING_S)
                 await asyncio.sleep(APART_S)
         except TimedOut as error:
             log.info("%s", error)
-        finally:
-            if not linked and not link.watched:
-                await link.close()
+
+    async def _close_unused(self) -> None:
+        dialled, self._dialled = self._dialled, []
+        await asyncio.gather(*(link.close() for link in dialled if not (link.used or link.watched)))

@@ -216,6 +216,7 @@ class Link:
         self._forget, self._watch, self._active = forget, watch, active
         self._coordinates = coordinates
         self.place: Coordinate | None = None  # of the remote, as it says
+        self.used = False  # whether anything but pings ever went over it
         self.sessions = 0  # of anybody, that were active at the remote when it last answered a ping
         self._flush_soon = False
         self._throughput = Throughput(BUFFER_BYTES * 3 // 4)  # a channel resumes when a quarter is left
@@ -259,6 +260,10 @@ class Link:
 
     def send(self, frame: Frame) -> None:
         """Send, or queue. Never blocks; dropped when closed. Raises BadInput if the frame breaks a limit."""
+        self.used = True
+        self._send(frame)
+
+    def _send(self, frame: Frame) -> None:
         if self.closed:
             return
         self._connection.send(frame)
@@ -344,6 +349,7 @@ class Link:
                     elif frame.type is FrameType.PONG:
                         self._answered(frame.body)
                     else:
+                        self.used = True
                         self._handler.frame_received(self, frame)
         except ProtocolError as error:
             self.lose(f"protocol error: {error}")
@@ -387,13 +393,13 @@ class Link:
         if len(self._asked) >= _MOST_PINGS:
             del self._asked[next(iter(self._asked))]  # the oldest; it will hardly be answered
         self._asked[self._next_ping] = time.monotonic()
-        self.send(Frame(type=FrameType.PING, body=Ping(self._next_ping)))
+        self._send(Frame(type=FrameType.PING, body=Ping(self._next_ping)))
         return self._next_ping
 
     def _pong(self, ping: Frame) -> None:
         if self._connection.queued_frames(NO_SESSION) < _MOST_PONGS:
             here = self._coordinates.coordinate.numbers
-            self.send(Frame(type=FrameType.PONG, body=Pong(ping.body.number, self._active(), here)))
+            self._send(Frame(type=FrameType.PONG, body=Pong(ping.body.number, self._active(), here)))
 
     def _answered(self, pong: Pong) -> None:
         number = pong.number

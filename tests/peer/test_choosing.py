@@ -65,7 +65,7 @@ async def at_once(work: Any) -> Any:
 def newcomer(shelf: Shelf, rng: random.Random, most_blocks: int = HALF) -> Node:
     """As it is when it has joined."""
     identity, room = Identity.generate(), SimpleNamespace(blocks_that_fit=lambda block_bytes: BLOCKS)
-    peer: Any = SimpleNamespace(identity=identity, memory=lambda node: room, thread=SimpleNamespace(run=at_once))
+    peer: Any = SimpleNamespace(identity=identity, memory=lambda node: room, threads=[SimpleNamespace(run=at_once)])
     node, hive = Node(PeerConfig(model="smollm2", join="CODE", most_blocks=most_blocks), peer), FarHive(shelf, rng)
     node._n_blocks, node._hive = BLOCKS, hive  # type: ignore[assignment]
     sequences = Sequences()

@@ -154,6 +154,11 @@ def test_a_peer_that_leaves_knows_whether_somebody_comes_for_what_it_alone_serve
     assert rescue_comes(view_of(4, *LAST, *more), "z", leases, 1.0) is comes
 
 
+def test_it_waits_for_one_that_still_loads_them():
+    coming = PeerRecord(peer_id="a", span=Span(1, 2), loads=Span(1, 4), expires_at=100.0)
+    assert rescue_comes(apply(view_of(4, *LAST), RecordsSeen([coming])), "z", [], 1.0)
+
+
 def test_who_is_not_in_the_directory_waits_for_nobody():
     assert not rescue_comes(view_of(4, *LAST[:2]), "z", [lease("a", "2:4")], 1.0)
 
