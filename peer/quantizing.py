@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from peer.blocks import estimated_block_bytes, linear_shapes
+from peer.blocks import estimated_block_bytes, packed_shapes
 from peer.capacity import RESERVE_BYTES, free_memory
 from peer.config import AUTO, PeerConfig
 from swarm import native
@@ -39,7 +39,7 @@ async def choose(
         return config.quantize
     if torch.device(config.device).type != "cpu" or not await native.prepare():
         return NONE
-    if not await thread.run(pays, linear_shapes(model, family, 0), config.torch_dtype):
+    if not await thread.run(pays, packed_shapes(model, family, 0), config.torch_dtype):
         return NONE
     blocks = range(config.blocks.start, config.blocks.end) if config.blocks else ()
     needed = sum(estimated_block_bytes(model, family, index, config.torch_dtype, INT8) for index in blocks)
@@ -50,7 +50,7 @@ async def choose(
 
 
 def pays(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> bool:
-    """Whether one row through linear layers of these shapes (outputs, inputs) is quicker in int8 on this CPU."""
+    """Whether one row through weights of these shapes (outputs, inputs) is quicker in int8 on this CPU."""
     if not shapes:
         return False
     plain: list[FewRowsLinear] = []

@@ -83,6 +83,13 @@ def guessed_importance(weight: torch.Tensor) -> torch.Tensor:
     return 1 / torch.linalg.vector_norm(weight, dim=0, dtype=torch.float64).square().clamp_min(1e-12)
 
 
+def importance_after(before: torch.Tensor) -> torch.Tensor:
+    """[inputs] of a weight whose inputs are products of what weights [factors, inputs, anything] give: what is large
+    there has large weights before it.
+    """
+    return torch.linalg.vector_norm(before, dim=2, dtype=torch.float64).square().prod(0)
+
+
 def _grid(groups: torch.Tensor, levels: int, *upon: torch.Tensor) -> _Grid:
     """Scales and offsets (fp16) [outputs, groups] that reach all values; such that `upon`, up to two values of each
     group, are met but for the rounding of fp16.
