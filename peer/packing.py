@@ -13,7 +13,7 @@ from peer.cuda import quantized_linear
 from routing.errors import UnsupportedQuantization
 from swarm.experts import PRODUCTS, PackedExperts, are_packable, matrices
 from swarm.few_rows import FewRows, FewRowsLinear
-from swarm.quantized import INT8, NONE, importance_after, row_bytes
+from swarm.quantized import NONE, importance_after, row_bytes
 
 if TYPE_CHECKING:
     from transformers.pytorch_utils import Conv1D
@@ -83,7 +83,7 @@ def quantize(
 ) -> None:
     """Packs its weights, and moves it to the device, all else in `dtype`."""
     ours = torch.device(device).type == "cpu"
-    important = importances(layer) if ours and quantization == INT8 else {}
+    important = importances(layer) if ours else {}
     for parent, name, child in linears(layer):
         linear = as_linear(child)
         if ours:

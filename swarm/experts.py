@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from swarm.few_rows import FewRows, few_rows_linear
-from swarm.quantized import INT8, importance_after, pack
+from swarm.quantized import importance_after, pack
 
 PRODUCTS = ("gate_up_proj", "down_proj")
 
@@ -39,9 +39,8 @@ class PackedExperts(torch.nn.Module):
         self.library, self._few_rows = library, few_rows
         packed: tuple[list[torch.Tensor], ...] = [], []
         for opening, closing in zip(*(matrices(library, product) for product in PRODUCTS), strict=True):
-            important = importance_after(_gates_and_values(library, opening)) if quantization == INT8 else None
             packed[0].append(pack(opening, quantization))
-            packed[1].append(pack(closing, quantization, important))
+            packed[1].append(pack(closing, quantization, importance_after(_gates_and_values(library, opening))))
         for product, weights in zip(PRODUCTS, packed, strict=True):
             setattr(library, product, torch.nn.Parameter(torch.stack(weights), requires_grad=False))
 

@@ -80,28 +80,42 @@ def test_the_weights_of_a_gguf_file_in_q4_1_stay_exact_in_int4(kernels):
     torch.testing.assert_close(unpack(pack(weight, INT4), 256, torch.float32), weight, rtol=0, atol=1e-7)
 
 
-def test_the_weights_of_the_most_important_inputs_are_met_in_int8(kernels):
+@pytest.mark.parametrize(("quantization", "share"), [(INT8, 0.3), (INT4, 0.5)])  # a second weight may be too near
+def test_the_weights_of_the_most_important_inputs_are_met(kernels, quantization, share):
     weight, importance = random(64, 200), torch.ones(200)
     for which in ((5,), (5, 20), (5, 20, 70, 150)):  # one of a group, two, and of other groups too
         importance[list(which)] = 1e5
-        lost = (unpack(pack(weight, INT8, importance), 200, torch.float32) - weight).square().mean(0).sqrt()
+        lost = (unpack(pack(weight, quantization, importance), 200, torch.float32) - weight).square().mean(0).sqrt()
         others = [index for index in range(200) if index not in which]
-        assert lost[list(which)].max() < 0.3 * lost[others].mean()
-        assert lost[others].mean() < LOST[INT8] * weight.square().mean().sqrt()
+        assert lost[list(which)].max() < share * lost[others].mean()
+        assert lost[others].mean() < LOST[quantization] * weight.square().mean().sqrt()
 
 
-def test_inputs_with_small_weights_are_taken_for_important(kernels):
+def test_nf4_takes_the_sign_with_which_the_most_important_weight_is_nearer(kernels):
+    weight, importance = random(64, 64), torch.ones(64)
+    important = [7, 40]  # one of each group
+    alike = unpack(pack(weight, NF4, importance), 64, torch.float32)
+    importance[important] = 1e5
+    scales = (weight.view(64, 2, GROUP).abs().amax(-1) / 127).half().float()
+    either = torch.stack([scales, -scales])[..., None] * torch.tensor(NF4_CODES)  # [2, outputs, groups, 16]
+    nearest = (either - weight[:, important, None]).abs().amin(-1).amin(0)
+    found = (unpack(pack(weight, NF4, importance), 64, torch.float32) - weight)[:, important].abs()
+    torch.testing.assert_close(found, nearest, rtol=1e-4, atol=1e-6)
+    assert found.mean() < 0.9 * (alike - weight)[:, important].abs().mean()
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_inputs_with_small_weights_are_taken_for_important(kernels, quantization):
     weight = random(64, 128)
     weight[:, 40] /= 10
     assert int(guessed_importance(weight).argmax()) == 40
-    assert torch.equal(pack(weight, INT8), pack(weight, INT8, guessed_importance(weight)))
-    lost = (unpack(pack(weight, INT8), 128, torch.float32) - weight).square().mean(0).sqrt()
-    assert lost[40] < 0.1 * lost.mean()
+    assert torch.equal(pack(weight, quantization), pack(weight, quantization, guessed_importance(weight)))
+    assert not torch.equal(pack(weight, quantization), pack(weight, quantization, torch.ones(128)))
 
 
 def test_weights_on_a_grid_of_4_bits_stay_in_int8_if_some_are_important_too(kernels):
-    weight = unpack(pack(random(64, 128), INT4), 128, torch.float32)
     importance = torch.ones(128)
+    weight = unpack(pack(random(64, 128), INT4, importance), 128, torch.float32)
     importance[[5, 70]] = 30
     torch.testing.assert_close(unpack(pack(weight, INT8, importance), 128, torch.float32), weight, rtol=0, atol=4e-3)
 
