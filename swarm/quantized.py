@@ -13,12 +13,13 @@ Massive Activations, 2024), and the error of their weights is most of a model's.
 that the weights of the one or two most important inputs are on it, and nf4's sign such that they are nearer to a code,
 which takes neither bits nor time.
 
-`kernels/quantized.h` computes with them; without the kernels a weight is unpacked for each product, which is right and
-slow.
+`kernels/quantized.h` computes with them; without the kernels a weight is unpacked for each product, strip by strip,
+which is right and slow.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
@@ -37,7 +38,10 @@ LEAST_SCALE = 2.0**-24  # of fp16; of a group whose values are all the same
 # Of halves from -256 to 256, which code is the nearest: midway between two is always a whole number or a half.
 _NF4_PLACES = torch.bucketize(torch.arange(-256, 257), torch.tensor([a + b for a, b in pairwise(NF4_CODES)]))
 STANDS_OUT = 2  # times the mean importance of a group
+# What these two codes in a byte stand for.
+_NF4_PAIRS = torch.tensor([(NF4_CODES[byte & 15], NF4_CODES[byte >> 4]) for byte in range(256)], dtype=torch.float32)
 PACKED_AT_ONCE = 256  # outputs: what is computed of them stays in a cache
+UNPACKED_AT_ONCE = 1 << 18  # weights: the same
 _Grid = tuple[torch.Tensor, torch.Tensor]  # scales and offsets, fp16 [outputs, groups]
 
 
@@ -172,17 +176,29 @@ def unpack(packed: torch.Tensor, inputs: int, dtype: torch.dtype) -> torch.Tenso
     kernels = native.kernels()
     if kernels is not None and packed.is_cpu and dtype in (torch.float32, torch.bfloat16):
         return kernels.widened(packed, inputs, torch.empty(0, dtype=dtype))  # type: ignore[no-any-return]
+    wide, done = torch.empty(len(packed), inputs, dtype=dtype, device=packed.device), 0
+    for strip in unpacked_strips(packed, inputs):
+        wide[done : done + len(strip)] = strip
+        done += len(strip)
+    return wide
+
+
+def unpacked_strips(packed: torch.Tensor, inputs: int) -> Iterator[torch.Tensor]:
+    """The weight by torch's own kernels, some outputs after the other: fp32 [some, inputs], so few that they stay in a
+    cache, which is several times as fast. Raises BadInput.
+    """
     quantization = quantization_of(packed, inputs)
-    outputs, groups = len(packed), -(-inputs // PAIR) * 2
+    groups = row_bytes(inputs, quantization) // PAIR_BYTES[quantization] * 2
     header = groups * (2 if quantization == NF4 else 4)
-    numbers = packed[:, :header].contiguous().view(torch.float16).float().view(outputs, -1, groups, 1)
-    codes = packed[:, header:]
-    if quantization != INT8:
-        codes = codes.reshape(outputs, -1, 1, GROUP)
-        codes = torch.cat([codes & 15, codes >> 4], 2)
-    values = codes.reshape(outputs, groups, GROUP)
-    if quantization == NF4:
-        wide = torch.tensor(NF4_CODES, dtype=torch.float32)[values.long()] * numbers[:, 0]
-    else:
-        wide = values * numbers[:, 0] + numbers[:, 1]
-    return wide.view(outputs, -1)[:, :inputs].to(dtype).contiguous()
+    for rows in packed.split(max(1, UNPACKED_AT_ONCE // inputs)):
+        numbers = rows[:, :header].contiguous().view(torch.float16).float().view(len(rows), -1, groups, 1)
+        codes = rows[:, header:].unflatten(1, (-1, GROUP))
+        if quantization == INT8:
+            values = codes.float()
+        elif quantization == INT4:
+            values = torch.stack([codes & 15, codes >> 4], 2).float().reshape(len(rows), groups, GROUP)
+        else:
+            both = _NF4_PAIRS.index_select(0, codes.int().flatten()).unflatten(0, codes.shape)
+            values = both.transpose(2, 3).reshape(len(rows), groups, GROUP)
+        values = values.mul_(numbers[:, 0]) if quantization == NF4 else values.mul_(numbers[:, 0]).add_(numbers[:, 1])
+        yield values.reshape(len(rows), -1)[:, :inputs]

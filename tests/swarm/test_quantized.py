@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routing.errors import BadInput
-from swarm import native
+from swarm import native, quantized
 from swarm.few_rows import FewRows, FewRowsLinear, few_rows_linear
 from swarm.quantized import (
     GROUP,
@@ -133,6 +133,20 @@ def test_rows_of_another_size_are_refused(kernels):
         unpack(packed, 300, torch.float32)
     with pytest.raises((BadInput, RuntimeError), match=OTHER_SIZE):
         few_rows_linear(torch.ones(1, 300), packed, None, plenty(torch.float32))
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("at_once", [1, 300, 1000])
+def test_a_weight_is_unpacked_strip_by_strip_without_our_kernels(monkeypatch, at_once, quantization):
+    packed, x = pack(random(23, 150), quantization), random(2, 150)
+    monkeypatch.setattr(native, "_loaded", None)
+    whole, product = unpack(packed, 150, torch.float32), few_rows_linear(x, packed, None, plenty(torch.float32))
+    monkeypatch.setattr(quantized, "UNPACKED_AT_ONCE", at_once)
+    strips = list(quantized.unpacked_strips(packed, 150))
+    assert [len(strip) for strip in strips[:-1]] == [max(1, at_once // 150)] * (len(strips) - 1)
+    assert torch.equal(torch.cat(strips), whole)
+    assert torch.equal(unpack(packed, 150, torch.bfloat16), whole.bfloat16())
+    torch.testing.assert_close(few_rows_linear(x, packed, None, plenty(torch.float32)), product)
 
 
 @settings(max_examples=60)
