@@ -13,6 +13,7 @@ from peer.cuda import quantized_linear
 from routing.errors import UnsupportedQuantization
 from swarm.experts import PRODUCTS, PackedExperts, are_packable, matrices
 from swarm.few_rows import FewRows, FewRowsLinear
+from swarm.library_int4 import LibraryInt4Linear
 from swarm.quantized import NONE, importance_after, row_bytes
 
 if TYPE_CHECKING:
@@ -87,7 +88,8 @@ def quantize(
     for parent, name, child in linears(layer):
         linear = as_linear(child)
         if ours:
-            setattr(parent, name, FewRowsLinear.packing(linear, few_rows, quantization, important.get(child)))
+            packed = FewRowsLinear.packing(linear, few_rows, quantization, important.get(child))
+            setattr(parent, name, LibraryInt4Linear.instead(packed, dtype))
         else:
             setattr(parent, name, quantized_linear(linear, quantization, dtype))
     for parent, name, experts in _mixtures(layer):

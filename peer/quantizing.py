@@ -32,12 +32,13 @@ ROUNDS = 3
 async def choose(
     config: PeerConfig, model: PreTrainedConfig, family: Family, thread: ComputeThread
 ) -> str:
-    """What a peer's weights are to be quantized in. For `auto` the kernels are built if need be, and tried for a few
-    tenths of a second.
+    """What a peer's weights are to be quantized in. On a CPU the kernels are built first if need be, for how weights
+    are laid out depends on whether there are any; for `auto` they are tried for a few tenths of a second.
     """
+    with_kernels = config.quantize != NONE and torch.device(config.device).type == "cpu" and await native.prepare()
     if config.quantize != AUTO:
         return config.quantize
-    if torch.device(config.device).type != "cpu" or not await native.prepare():
+    if not with_kernels:
         return NONE
     if not await thread.run(pays, packed_shapes(model, family, 0), config.torch_dtype):
         return NONE

@@ -14,7 +14,7 @@ that the weights of the one or two most important inputs are on it, and nf4's si
 which takes neither bits nor time.
 
 `kernels/quantized.h` computes with them; without the kernels a weight is unpacked for each product, strip by strip,
-which is right and slow.
+which is right and slow, or laid out for torch (`library_int4.py`).
 """
 
 from __future__ import annotations
@@ -187,18 +187,26 @@ def unpacked_strips(packed: torch.Tensor, inputs: int) -> Iterator[torch.Tensor]
     """The weight by torch's own kernels, some outputs after the other: fp32 [some, inputs], so few that they stay in a
     cache, which is several times as fast. Raises BadInput.
     """
-    quantization = quantization_of(packed, inputs)
+    for rows in packed.split(max(1, UNPACKED_AT_ONCE // inputs)):
+        values, scales, offsets = parts_of(rows, inputs)
+        wide = values.float().mul_(scales[..., None])
+        if offsets is not None:
+            wide.add_(offsets[..., None])
+        yield wide.reshape(len(rows), -1)[:, :inputs]
+
+
+def parts_of(packed: torch.Tensor, inputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Values [outputs, groups, GROUP], scales and (not of nf4) offsets, both fp32 [outputs, groups], where weight =
+    scale * value + offset. Raises BadInput.
+    """
+    quantization, outputs = quantization_of(packed, inputs), len(packed)
     groups = row_bytes(inputs, quantization) // PAIR_BYTES[quantization] * 2
     header = groups * (2 if quantization == NF4 else 4)
-    for rows in packed.split(max(1, UNPACKED_AT_ONCE // inputs)):
-        numbers = rows[:, :header].contiguous().view(torch.float16).float().view(len(rows), -1, groups, 1)
-        codes = rows[:, header:].unflatten(1, (-1, GROUP))
-        if quantization == INT8:
-            values = codes.float()
-        elif quantization == INT4:
-            values = torch.stack([codes & 15, codes >> 4], 2).float().reshape(len(rows), groups, GROUP)
-        else:
-            both = _NF4_PAIRS.index_select(0, codes.int().flatten()).unflatten(0, codes.shape)
-            values = both.transpose(2, 3).reshape(len(rows), groups, GROUP)
-        values = values.mul_(numbers[:, 0]) if quantization == NF4 else values.mul_(numbers[:, 0]).add_(numbers[:, 1])
-        yield values.reshape(len(rows), -1)[:, :inputs]
+    numbers = packed[:, :header].contiguous().view(torch.float16).float().view(outputs, -1, groups)
+    codes = packed[:, header:].unflatten(1, (-1, GROUP))
+    if quantization == INT8:
+        return codes, numbers[:, 0], numbers[:, 1]
+    if quantization == INT4:
+        return torch.stack([codes & 15, codes >> 4], 2).flatten(1, 2), numbers[:, 0], numbers[:, 1]
+    both = _NF4_PAIRS.index_select(0, codes.int().flatten()).unflatten(0, codes.shape)
+    return both.transpose(2, 3).flatten(1, 2), numbers[:, 0], None

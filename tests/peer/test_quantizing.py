@@ -22,6 +22,7 @@ from swarm.compute import ComputeThread
 from swarm.experts import PRODUCTS, PackedExperts, matrices
 from swarm.families import family_of
 from swarm.few_rows import FewRows, FewRowsLinear
+from swarm.library_int4 import LibraryInt4Linear
 from swarm.memory import ALIGNMENT, HUGE_PAGE
 from swarm.quantized import INT4, INT8, NF4, NONE, QUANTIZATIONS, pack, unpack
 from tests.tiny import make_tiny
@@ -85,7 +86,8 @@ def test_they_take_what_was_said(checkpoint, quantization, dtype):
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_weights_are_packed_from_what_is_stored_whatever_the_dtype(llama, quantization):
+def test_weights_are_packed_from_what_is_stored_whatever_the_dtype(native_kernels, monkeypatch, llama, quantization):
+    monkeypatch.setattr(native, "_loaded", native_kernels)
     packed = [[each.weight for each in load(llama, quantization, dtype).linears()] for dtype in DTYPES]
     assert all(torch.equal(*pair) for pair in zip(*packed, strict=True))
 
@@ -106,6 +108,19 @@ def test_every_matrix_is_packed_but_routers(checkpoint):
     packed = [tensor for layer in blocks.layers for tensor in layer.parameters() if tensor.dtype == torch.uint8]
     shapes = [shape for index in range(4) for shape in packed_shapes(checkpoint.config, family, index)]
     assert sorted(tensor.shape[-2] for tensor in packed) == sorted(outputs for outputs, _ in shapes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("ours", [True, False])
+def test_torchs_product_is_taken_where_ours_are_not_and_it_is_near_enough(
+    native_kernels, monkeypatch, llama, quantization, dtype, ours
+):
+    monkeypatch.setattr(native, "_loaded", native_kernels if ours else None)
+    blocks = load(llama, quantization, dtype)
+    taken = [module for layer in blocks.layers for module in layer.modules() if isinstance(module, LibraryInt4Linear)]
+    wanted = not ours and quantization == INT4 and dtype == torch.bfloat16
+    assert (len(taken), len(blocks.linears())) == ((28, 0) if wanted else (0, 28))
 
 
 def test_important_is_what_has_large_weights_before_it(llama):
@@ -138,9 +153,17 @@ async def chosen(checkpoint, **options) -> str:
         return await choose(config, checkpoint.config, family_of(checkpoint.config), thread)
 
 
-async def test_what_was_asked_for_is_taken(llama):
+async def test_what_was_asked_for_is_taken(llama, monkeypatch):
+    asked = []
+
+    async def prepare() -> bool:
+        asked.append(True)
+        return False
+
+    monkeypatch.setattr(native, "prepare", prepare)
     for quantization in (NONE, *QUANTIZATIONS):
         assert await chosen(llama, quantize=quantization) == quantization
+    assert len(asked) == len(QUANTIZATIONS)  # before weights are laid out, if they are packed
 
 
 async def test_auto_is_int8_where_that_is_quicker(llama, monkeypatch):
