@@ -25,6 +25,7 @@ from bench import (
     plans,
     process,
     quantized,
+    rival,
     simulated,
     speed,
     watched,
@@ -73,7 +74,7 @@ PARTS: dict[str, Part] = {
     "launch": process.launch,
     "joins": joins.joins,
 }
-LONG_PARTS: dict[str, Part] = {"eight20": speed.eight20, "alarms": wide.alarms}
+LONG_PARTS: dict[str, Part] = {"eight20": speed.eight20, "alarms": wide.alarms, "rival": rival.rival}
 METHOD = (
     "fp32 unless said, one torch thread a process, real processes on loopback, greedy, end of text ignored. A figure "
     "is the median of its runs; a ratio is taken within its round, in which the local model (transformers generate, in "
@@ -112,7 +113,9 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--only", action="append", choices=[*PARTS, *LONG_PARTS], help="one part; may be repeated")
-    parser.add_argument("--all", action="store_true", help="the long parts too: " + ", ".join(LONG_PARTS))
+    parser.add_argument(
+        "--all", action="store_true", help=f"those too that take long or want other programs: {', '.join(LONG_PARTS)}"
+    )
     parser.add_argument("--model", default="smollm2", help="a model of 30 blocks")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each figure")
     parser.add_argument("--output", type=Path, default=Path("bench.json"))

@@ -196,7 +196,8 @@ async def _serve(configs, console: Console, until_stdin_closes: bool) -> None:
     if until_stdin_closes:
         loop.add_reader(sys.stdin.fileno(), on_input)
     with console.progress("joining the swarm" if any(c.join for c in configs) else "beginning a swarm") as progress:
-        peer = Peer(configs, progress, lambda notice: _tell(notice, console), partial(_moved, console))
+        moved, grown = partial(_moved, console), partial(_grown, console)
+        peer = Peer(configs, progress, lambda notice: _tell(notice, console), moved, grown)
         await peer.__aenter__()
     started = True
     try:
@@ -244,15 +245,23 @@ def _moved(console: Console, model: str, span: Span) -> None:
         console.note(f"serving blocks {span} of {model} now: the swarm needs them more", style="")
 
 
+def _grown(console: Console, model: str, span: Span) -> None:
+    with unheard():
+        console.event({"event": "loaded", "model": model, "span": str(span)})
+        console.note(f"all blocks of {span} of {model} are loaded and served now", style="")
+
+
 def _announce(serving, console: Console) -> None:
     facts = asdict(serving)
-    facts["span"] = str(serving.span)
+    facts["span"], facts["loads"] = str(serving.span), str(serving.loads)
     console.event({"event": "serving", **facts})
     model = serving.model
     console.say(f"serving {model}, blocks {serving.span} of {serving.n_blocks}, as {serving.peer_id}")
     mib = serving.weights_bytes / 2**20
     weights, room = f"{mib:.0f} MiB ({serving.dtype})", f"{serving.cache_positions:,} tokens of context"
     console.say(f"at {serving.address}; weights {weights}, room for {room}")
+    if serving.loads != serving.span:
+        console.say(f"the rest of blocks {serving.loads} is served as it is loaded")
     if serving.metrics:
         console.say(f"metrics at {serving.metrics}")
     console.say(f"join code for {model}:")

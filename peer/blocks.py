@@ -4,8 +4,8 @@ weights. Knows no session.
 With a quantization weights are packed when they are loaded (`packing.py`).
 
 Layers are built on the meta device and given their tensors block by block, so that no more than the span plus
-one block is ever in memory. What the library computes at start and never stores (rotary frequencies) is
-computed here.
+one block is ever in memory, and the first blocks can be served before the last ones are read. What the library
+computes at start and never stores (rotary frequencies) is computed here.
 """
 
 from __future__ import annotations
@@ -125,53 +125,11 @@ class Blocks:
         quantization: str = NONE,
         check: Callable[[Sequence[str]], None] | None = None,
     ) -> Blocks:
-        """Reads the tensors of `span` and nothing else. `check`, if given, is called with the names of each
-        block before they are loaded (it raises if they differ from the manifest).
-
-        Raises BadInput (no such blocks), DamagedWeights, StartError (the device cannot do `quantization`).
-        """
-        config = _runtime_config(checkpoint.config)
-        if span.end > family.n_blocks(config):
-            raise BadInput(f"there are no blocks {span}: the model has {family.n_blocks(config)}")
-        if not family.own_layers:
-            attention.register()
-        available = checkpoint.tensor_names()
-        layers = [family.build_block(config, index) for index in _range(span)]  # without weights yet
-        for layer in layers:
-            check_packable(layer, quantization, device)
-        stored_as = dtype if quantization == NONE else torch.float32  # what is rounded twice is off the grid of a file
-        on_cpu, few_rows = torch.device(device).type == "cpu", FewRows(dtype, packed=quantization != NONE)
-        arena = Arena(sum(map(placed_bytes, sizes(layers, dtype, quantization)))) if on_cpu else None
-        for index, layer in zip(_range(span), layers, strict=True):
-            names = family.block_tensors(config, index, available)
-            if check is not None:
-                check(names)
-            stored = checkpoint.load(names, stored_as)
-            tensors = family.assemble(config, index, stored)
-            _give_weights(layer, tensors, index, "cpu" if quantization != NONE else device)
-            if quantization != NONE:
-                quantize(layer, quantization, few_rows, dtype, device)
-            if arena is not None:
-                _use_few_rows(layer, few_rows)
-                _place(layer, arena)
-            progress(f"loading blocks {span}", index + 1 - span.start, len(span))
-        kinds = tuple(family.rotary_kind(config, index) for index in _range(span))
-        shape = cache_shape(config, family, dtype, device)
-        distinct = tuple(dict.fromkeys(kind for kind in kinds if kind is not None))
-        rotary = RotaryTables(family, config, distinct, dtype, device)
-        windows: dict[int, int] = {}
-        return cls(
-            span=span,
-            family=family,
-            layers=tuple(layers),
-            rotary_kinds=kinds,
-            rotary=rotary,
-            shape=shape,
-            few_rows=few_rows,
-            fused=FusedBlocks(layers, kinds, rotary.rows, span.start, shape, windows),
-            block_bytes=tuple(sum(each.nbytes for each in layer.parameters()) for layer in layers),
-            windows=windows,
-        )
+        """All of `span`. Arguments and errors are those of `Loading`."""
+        loading = Loading(checkpoint, family, span, dtype, device, progress, quantization=quantization, check=check)
+        while not loading.whole:
+            loading.load_next()
+        return loading.blocks()
 
     @property
     def nbytes(self) -> int:
@@ -188,6 +146,97 @@ class Blocks:
         if not self.span.start <= entry < exit <= self.span.end:
             raise BadInput(f"blocks {entry}:{exit} are not served here ({self.span} are)")
         return SeatCache(entry, exit, self.shape, budget, self.windows)
+
+
+class Loading:
+    """The blocks of a span, read in their order: what is loaded may be served while the rest follows.
+
+    Reads the tensors of `span` and nothing else. `check`, if given, is called with the names of each block before they
+    are loaded (it raises if they differ from the manifest).
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        family: Family,
+        span: Span,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        progress: Progress = silent,
+        *,
+        quantization: str = NONE,
+        check: Callable[[Sequence[str]], None] | None = None,
+    ):
+        """Raises BadInput (no such blocks), UnsupportedQuantization (of such layers, or on the device)."""
+        config = self._config = _runtime_config(checkpoint.config)
+        if span.end > family.n_blocks(config):
+            raise BadInput(f"there are no blocks {span}: the model has {family.n_blocks(config)}")
+        if not family.own_layers:
+            attention.register()
+        self.span, self.loaded = span, 0
+        self._check, self._checkpoint, self._family = check, checkpoint, family
+        self._dtype, self._device = dtype, device
+        self._quantization, self._progress = quantization, progress
+        self._available = checkpoint.tensor_names()
+        self._layers = [family.build_block(config, index) for index in _range(span)]  # without weights yet
+        for layer in self._layers:
+            check_packable(layer, quantization, device)
+        self._sizes = [sum(map(placed_bytes, sizes([layer], dtype, quantization))) for layer in self._layers]
+        self._few_rows = FewRows(dtype, packed=quantization != NONE)
+        self._arena = Arena(self.pending_bytes) if torch.device(device).type == "cpu" else None
+        self._kinds = tuple(family.rotary_kind(config, index) for index in _range(span))
+        self._shape = cache_shape(config, family, dtype, device)
+        distinct = tuple(dict.fromkeys(kind for kind in self._kinds if kind is not None))
+        self._rotary, self._windows = RotaryTables(family, config, distinct, dtype, device), dict[int, int]()
+        rows = self._rotary.rows
+        self._fused = FusedBlocks(self._layers, self._kinds, rows, span.start, self._shape, self._windows)
+
+    @property
+    def whole(self) -> bool:
+        return self.loaded == len(self.span)
+
+    @property
+    def pending_bytes(self) -> int:
+        """That the blocks to come will take."""
+        return sum(self._sizes[self.loaded :])
+
+    def load_next(self) -> None:
+        """One block more. If it raises it may be tried again: DamagedWeights, StartError (the device cannot do the
+        quantization), what `check` raises."""
+        offset, index = self.loaded, self.span.start + self.loaded
+        names = self._family.block_tensors(self._config, index, self._available)
+        if self._check is not None:
+            self._check(names)
+        packed = self._quantization != NONE
+        # What is rounded twice is off the grid of a file.
+        stored = self._checkpoint.load(names, torch.float32 if packed else self._dtype)
+        layer = self._family.build_block(self._config, index)
+        tensors = self._family.assemble(self._config, index, stored)
+        _give_weights(layer, tensors, index, "cpu" if packed else self._device)
+        if packed:
+            quantize(layer, self._quantization, self._few_rows, self._dtype, self._device)
+        if self._arena is not None:
+            _use_few_rows(layer, self._few_rows)
+            _place(layer, self._arena)
+        self._layers[offset] = layer
+        self.loaded += 1
+        self._progress(f"loading blocks {self.span}", self.loaded, len(self.span))
+
+    def blocks(self) -> Blocks:
+        """Those that are loaded, at least one. Those of earlier calls share all with them."""
+        layers = tuple(self._layers[: self.loaded])
+        return Blocks(
+            span=Span(self.span.start, self.span.start + self.loaded),
+            family=self._family,
+            layers=layers,
+            rotary_kinds=self._kinds[: self.loaded],
+            rotary=self._rotary,
+            shape=self._shape,
+            few_rows=self._few_rows,
+            fused=self._fused,
+            block_bytes=tuple(sum(each.nbytes for each in layer.parameters()) for layer in layers),
+            windows=self._windows,
+        )
 
 
 def estimated_block_bytes(

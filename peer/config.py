@@ -39,6 +39,7 @@ class PeerConfig:
     max_memory_bytes: int | None = None  # for weights and cache together; None: what is free
     model_cache_bytes: int = 64 << 30  # on the disk, for models from other peers; unused for longest goes first
     identity_path: Path | None = None  # None: the first of this user's that is not in use
+    first_s: float = 10.0  # blocks that are loaded by then are served, while the others load
     direct: bool = True  # False: only streams through the swarm's own network
     renew_s: float = 15.0
     startup_timeout_s: float = 120.0

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from peer import devices
 from peer.announcer import Announcer
-from peer.blocks import Blocks, estimated_block_bytes
+from peer.blocks import Blocks, Loading, estimated_block_bytes
 from peer.borrowed import Borrowed
 from peer.capacity import Memory, Speed, measure
 from peer.choosing import TURN_S, Turn
 from peer.config import PeerConfig
+from peer.loading import Check, Loader
 from peer.measured import measured, setting_of
 from peer.outside import Outside
 from peer.quantizing import choose
@@ -63,6 +64,7 @@ class Serving:
     model: str
     peer_id: str
     span: Span
+    loads: Span  # what it will serve: the same, unless some of it is still to be loaded
     n_blocks: int
     join_code: str
     address: str
@@ -84,12 +86,14 @@ class Node:
         self._family: Family
         self._n_blocks = 0
         self._quantization = NONE
-        self._manifest: manifests.Manifest
+        self._manifest: manifests.Manifest | None = None
+        self._unchecked: list[str] = []  # tensors that were loaded before it was there
+        self._loader = Loader(self._begin_loading, self._fetch, self._compute, config.first_s)
         self._fingerprint = b""
         self._hive: Hive
         self._directory: Directory
         self._leases: Leases
-        self._span: Span
+        self._span: Span  # served, or about to be
         self._capacity = 0  # blocks, if it may choose
         self._turn: Turn  # to choose, among newcomers
         self._speed: Speed  # when it began
@@ -103,12 +107,9 @@ class Node:
 
     async def run(self) -> None:
         """Keep the record alive until cancelled. Raises SwarmError if the service fails."""
-        works = [self._announcer.run(), self._succession.watch(), self._outside.run()]
-        if self._capacity and self.config.rebalance_s:
-            rebalancing = self._rebalancing()
-            self._hive.record_policy.on_news.append(rebalancing.heard)
-            works.append(rebalancing.run(self.config.rebalance_s))
-        await until_one_ends(works)
+        await until_one_ends(
+            [self._announcer.run(), self._succession.watch(), self._outside.run(), self._see_to_blocks()]
+        )
 
     @property
     def sessions(self) -> int:
@@ -140,7 +141,7 @@ class Node:
     async def load(self, stack: AsyncExitStack) -> Blocks:
         """Join or begin the swarm, and load the blocks; p2pd starts while the model is read."""
         blocks = await self._join_and_load(stack)
-        self.weights_bytes = blocks.nbytes
+        self.weights_bytes = blocks.nbytes + self.pending_bytes
         # Other models may load for longer than a record lives.
         announcer = Announcer(self._directory, self.record, self.config.renew_s)
         self._announcing = await stack.enter_async_context(Meanwhile(announcer.run()))
@@ -160,7 +161,7 @@ class Node:
             if absent is None:
                 await self._choose_quantization()
                 if (wanted := self._wanted()) is not None:
-                    loading = self._compute(self._load, wanted, None)
+                    loading = self._loader.first(wanted, self._check)
                     ahead = await meanwhile.enter_async_context(Meanwhile(loading))
             self._fingerprint = join.fingerprint
             self._hive = await starting.result()
@@ -181,11 +182,11 @@ class Node:
         stack.push_async_callback(announcer.leave)  # if it comes to nothing; goodbye is said once
         announcer.renew_soon()
         async with Meanwhile(self._tell_choice(announcer)):
-            if ahead is not None:
-                await asyncio.to_thread(self._check, self._names(self._span))
-                return await ahead.result()
-            await self._fetch(self._span)
-            return await self._compute(self._load, self._span, self._check)
+            if ahead is None:
+                return await self._loader.first(self._span, self._check)
+            blocks = await ahead.result()
+            await asyncio.to_thread(self._check, self._unchecked)
+            return blocks
 
     async def _tell_choice(self, announcer: Announcer) -> None:
         await self._turn.chosen(self._span)
@@ -197,7 +198,7 @@ class Node:
         self._manifest = await asyncio.to_thread(manifests.build, self._checkpoint, self._peer.progress)
         self._fingerprint = manifests.fingerprint(self._manifest)
         async with Meanwhile(self._peer.hive((), self._fingerprint), Hive.close) as starting:
-            blocks = await self._compute(self._load, self._span, None)
+            blocks = await self._loader.first(self._span, None)
             self._hive = await starting.result()
         stack.push_async_callback(self._hive.close)
         self._open_directory()
@@ -263,19 +264,17 @@ class Node:
             records = await self._directory.refresh()
             await self._borrowed.fetch(self._checkpoint, self._family, span, records, self._peer.progress)
 
-    def _names(self, span: Span) -> list[str]:
-        """The stored tensors of its blocks."""
-        config, stored = self._checkpoint.config, self._checkpoint.tensor_names()
-        blocks = range(span.start, span.end)
-        return [name for index in blocks for name in self._family.block_tensors(config, index, stored)]
-
     def _check(self, names: Sequence[str]) -> None:
-        """Tensors of a swarm that was joined must be those of its manifest; a founder's have just made it."""
-        manifests.check(self._checkpoint, names, self._manifest)
+        """Tensors of a swarm that was joined must be those of its manifest; a founder's have just made it. Until it is
+        there they are put down, to be checked then: nobody is served before."""
+        if self._manifest is None:
+            self._unchecked += names
+        else:
+            manifests.check(self._checkpoint, names, self._manifest)
 
-    def _load(self, span: Span, check: Callable[[Sequence[str]], None] | None) -> Blocks:
+    def _begin_loading(self, span: Span, check: Check | None) -> Loading:
         config = self.config
-        return Blocks.load(
+        return Loading(
             self._checkpoint,
             self._family,
             span,
@@ -307,6 +306,7 @@ class Node:
         """Take sessions, and tell the swarm."""
         hive, peer, service = self._hive, self._peer, self._service
         service.start(peer.endpoint)
+        assert self._manifest is not None
         manifest = manifests.to_bytes(self._manifest)
         await hive.serve_blob(MANIFEST, lambda: manifest)
         bootstrap = tuple(await hive.addresses())
@@ -329,7 +329,8 @@ class Node:
         self.serving = Serving(
             model=self.config.model,
             peer_id=service.me,
-            span=self._span,
+            span=service.blocks.span,
+            loads=self._span,
             n_blocks=self._n_blocks,
             join_code=code.encode(),
             address=", ".join(peer.addresses) or "only through the swarm's own network",
@@ -361,6 +362,26 @@ class Node:
 
     # -- other blocks ----------------------------------------------------------------------------------------
 
+    async def _see_to_blocks(self) -> None:
+        """Load the ones that are missing; then look for ever whether others need this peer more, if it may choose."""
+        if self._loader.pending_bytes:
+            await self._loader.rest(self._grow)
+            self._peer.grown(self.config.model, self._span)
+        if not self._capacity or not self.config.rebalance_s:
+            await asyncio.Event().wait()
+        rebalancing = self._rebalancing()
+        self._hive.record_policy.on_news.append(rebalancing.heard)
+        await rebalancing.run(self.config.rebalance_s)
+
+    def _grow(self, blocks: Blocks) -> None:
+        self._service.grow(blocks)
+        self._announcer.renew_soon()
+
+    @property
+    def pending_bytes(self) -> int:
+        """Memory that blocks still to be loaded will take."""
+        return self._loader.pending_bytes
+
     def _rebalancing(self) -> Rebalancing:
         return Rebalancing(
             me=self._peer.identity.peer_id,
@@ -378,11 +399,7 @@ class Node:
         """Off the compute thread, which goes on serving. Raises NotEnoughMemory if both spans do not fit."""
         if not self._fits(span, self._peer.memory(self, taken_bytes=self._service_bytes)):
             raise NotEnoughMemory(f"blocks {span} do not fit beside {self._span}")
-        return await self._load_aside(span)
-
-    async def _load_aside(self, span: Span) -> Blocks:
-        await self._fetch(span)
-        return await asyncio.to_thread(self._load, span, self._check)
+        return await self._loader.beside(span, self._check)
 
     async def _switch(self, blocks: Blocks) -> None:
         """Serve other blocks, and hand over the sessions that need the old ones."""
@@ -408,7 +425,7 @@ class Node:
         for wanted in (span, former):
             self._tell_state(PeerState.JOINING, wanted)
             try:
-                self._succeed(await self._load_aside(wanted), load)
+                self._succeed(await self._loader.beside(wanted, self._check), load)
             except (SwarmError, OSError, RuntimeError, MemoryError) as error:  # RuntimeError: torch's
                 log.warning("blocks %s could not be loaded: %s", wanted, error)
                 problems.append(str(error))
@@ -459,7 +476,8 @@ class Node:
         service = self._service
         return PeerRecord(
             peer_id=service.me,
-            span=self._span,
+            span=service.blocks.span,
+            loads=self._span if self.pending_bytes else None,
             state=self._state,
             addresses=self._peer.addresses,
             decode_s=service.load.decode_s,
@@ -483,4 +501,4 @@ class Node:
         )
 
     def _positions(self, nbytes: int) -> int:
-        return nbytes // self._service.blocks.shape.position_bytes(len(self._span))
+        return nbytes // self._service.blocks.shape.position_bytes(len(self._service.blocks.span))

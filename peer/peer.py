@@ -52,12 +52,14 @@ class Peer:
         progress: Progress = silent,
         tell: Callable[[Notice], None] | None = None,
         moved: Callable[[str, Span], None] | None = None,
+        grown: Callable[[str, Span], None] | None = None,
     ):
         """`configs`: one for each model; in all but `model`, `join` and `blocks` they agree. `tell` is called with what
-        the owner should know of this peer's reachability, `moved` with a model of which it serves other blocks now."""
+        the owner should know of this peer's reachability, `moved` with a model of which it serves other blocks now,
+        `grown` once the blocks of a model are all loaded, of which some were served before."""
         self.config = configs[0]
         self.progress = progress
-        self._tell, self._moved = tell or _nobody, moved or _nobody
+        self._tell, self._moved, self._grown = tell or _nobody, moved or _nobody, grown or _nobody
         self._told: Notice | None = None
         self.nodes = [Node(config, self) for config in configs]
         self.switchboard = Switchboard()
@@ -208,7 +210,7 @@ class Peer:
         promised = held if config.cache_bytes is None else 0
         limit = config.max_memory_bytes
         return Memory(
-            free_bytes=max(0, free_memory(config.device) + freed_bytes - promised),
+            free_bytes=max(0, free_memory(config.device) + freed_bytes - promised - self._pending_bytes),
             limit_bytes=None if limit is None else max(0, limit - held - promised - taken_bytes),
             cache_bytes=config.cache_bytes,
             models=1 + sum(not other.weights_bytes for other in others),
@@ -220,11 +222,16 @@ class Peer:
         config, budget = self.config, self._budget
         if budget is None or len(self.nodes) == 1:
             budget = self._budget = CacheBudget(0)
-        weights = blocks.nbytes + sum(other.weights_bytes for other in self.nodes if other is not node)
-        free = free_memory(config.device) + budget.used_bytes
+        others = sum(other.weights_bytes for other in self.nodes if other is not node)
+        weights = blocks.nbytes + node.pending_bytes + others
+        free = free_memory(config.device) + budget.used_bytes - self._pending_bytes
         memory = Memory(free_bytes=free, limit_bytes=config.max_memory_bytes, cache_bytes=config.cache_bytes)
         budget.limit_bytes = memory.for_cache(weights)
         return budget
+
+    @property
+    def _pending_bytes(self) -> int:
+        return sum(node.pending_bytes for node in self.nodes)
 
     # -- what its owner is told ------------------------------------------------------------------------------
 
@@ -236,6 +243,9 @@ class Peer:
 
     def moved(self, model: str, span: Span) -> None:
         self._moved(model, span)
+
+    def grown(self, model: str, span: Span) -> None:
+        self._grown(model, span)
 
 
 def _nobody(*_: object) -> None:

@@ -103,7 +103,7 @@ class Service:
         self.table = SessionTable(
             me=me,
             span=blocks.span,
-            make_store=lambda entry, exit: blocks.seat(entry, exit, budget),
+            make_store=lambda entry, exit: self.blocks.seat(entry, exit, budget),
             row_bytes=lambda codec: row_bytes(codec, hidden),
             admit=self._admit,
             way_to=self._way_to,
@@ -115,6 +115,11 @@ class Service:
         self._tasks.spawn(self._compute())
         self._tasks.spawn(self._tick())
         self._tasks.spawn(self._tune())
+
+    def grow(self, blocks: Blocks) -> None:
+        """Serve more blocks behind those that are served: sessions and passes under way go on with what they have."""
+        assert blocks.span.start == self.blocks.span.start and blocks.span.end >= self.blocks.span.end
+        self.blocks, self._executor, self.table.span = blocks, Executor(blocks), blocks.span
 
     async def close(self) -> None:
         await self._tasks.close()

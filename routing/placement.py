@@ -100,7 +100,7 @@ def moved(view: View, targets: Mapping[PeerId, Span]) -> View:
     records = dict(view.records)
     for peer_id, span in targets.items():
         if peer_id in records and span.end <= view.n_blocks:
-            records[peer_id] = replace(records[peer_id], span=span)
+            records[peer_id] = replace(records[peer_id], span=span, loads=None)
     return replace(view, records=records)
 
 
@@ -121,7 +121,7 @@ class _Swarm:
             if record.expires_at >= now and record.state in COUNTED
         ]
         self._median_s = _median_s(records)  # of all: what one is believed does not change as it moves
-        spans = [(each.span, self.rate(each.decode_s)) for each in records if each.peer_id not in without]
+        spans = [(each.settled, self.rate(each.decode_s)) for each in records if each.peer_id not in without]
         self.n_blocks = view.n_blocks
         self.rates = Rates(view.n_blocks, spans)
         self.levels = self.rates.levels()

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from routing.placement import Move, better_span, moved
+from routing.placement import COUNTED, Move, better_span, moved
 from routing.types import PeerId, PeerRecord, PeerState, Span
 from routing.view import View
 
@@ -122,7 +122,7 @@ def rescue_comes(view: View, me: PeerId, leases: Iterable[Lease], now: float) ->
         return False
     others = view.count(now, PeerState.SERVING, without=frozenset((me,)))
     coming = [lease.span for lease in living(leases, now) if lease.peer_id != me]
-    coming += [other.span for other in view.alive(now, PeerState.JOINING) if other.peer_id != me]
+    coming += [other.settled for state in COUNTED for other in view.alive(now, state) if other.peer_id != me]
     alone = [block for block in range(record.span.start, record.span.end) if not others[block]]
     return any(block in span for span in coming for block in alone)
 

@@ -92,6 +92,12 @@ class PeerRecord:
     dtype: str = ""  # what its blocks compute in, "/int8" behind it if their weights are quantized; empty: not stated
     region: str = ""  # the data region that its owner states; empty: not stated
     int8_value_s: float = 0.0  # writing and reading one value of a hidden state in 8 bits; 0: not stated
+    loads: Span | None = None  # what it will serve, where it serves the first of these blocks and loads the rest
+
+    @property
+    def settled(self) -> Span:
+        """What it serves once all is loaded."""
+        return self.loads or self.span
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -11,11 +11,11 @@ import ipaddress
 import logging
 import random
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Coroutine, Iterable, Sequence, Set
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,11 +27,9 @@ from routing.encoding import Wire
 from routing.errors import BadInput, DaemonFailed, NoRoute, SwarmError, TimedOut, Unreachable, WrongModel
 from routing.explain import Explanation, explain
 from routing.health import Health
-from routing.lateness import Dials
 from routing.planner import Plan, Split, plan, route_cost, split_plan
 from routing.probing import Probes
 from routing.request import CHUNK, Request
-from routing.trials import Trials
 from routing.types import Hop, PeerId, PeerRecord, PeerState, Route
 from routing.view import Expired, RecordsSeen, View, apply, forgotten
 from swarm import manifest as manifests
@@ -41,33 +39,32 @@ from swarm.codec import encode_rows, encodings, int8_value_s, lossless_codec, na
 from swarm.compute import ComputeThread
 from swarm.discovery import Directory
 from swarm.families import Family, text_config
-from swarm.frames import Codec, Frame, new_session
+from swarm.frames import Codec, Frame, HopTiming
+from swarm.goodbyes import Goodbyes
 from swarm.head import Head
 from swarm.hive import Hive
 from swarm.identity import Identity
 from swarm.joincode import JoinCode
-from swarm.link import SILENT, Heartbeat, Link
+from swarm.link import Heartbeat, Link
 from swarm.paths import client_key
+from swarm.reaching import Reaching
 from swarm.records import RecordPolicy
 from swarm.saved import SavedSession
 from swarm.scorer import BatchingScorer
 from swarm.session import Session, SessionConfig, StepTrace
 from swarm.tasks import Tasks
 from swarm.transport import Endpoint, StreamCarrier
-from swarm.trial import Trial
+from swarm.trial import Trying
 from swarm.warm import WarmPrefixes
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest"
 TICK_S = 0.25
 HOP_S = 0.002  # one more hop on loopback costs about this; a route is not cut up for less
-MOST_GOODBYES = 64  # CLOSE frames kept for a peer that is not connected now
-GOODBYE_S = 300.0  # after so long, a peer has noticed by itself that nobody speaks
-PROBES_AT_ONCE = 8
 FIRST_PROBE_S = 1.0
 REFRESH_JITTER = (0.8, 1.2)  # clients that started together do not read together
-TRIAL_DIAL_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,26 +100,21 @@ class SwarmClient:
         self._candidates = Candidates(self.n_blocks, self.costs, row_bytes=row_bytes, wire=self.wire)
         self._probes: Probes
         self.health = Health()
-        self._dials = Dials()
-        self._reaching: dict[PeerId, asyncio.Task[bool]] = {}
+        self.reaching = Reaching(self)
         self.busy_until: dict[PeerId, float] = {}
         self.leaving: set[PeerId] = set()  # said so; one that comes back begins with new connections
         self.sessions: dict[bytes, Session] = {}
         self.scope = 0  # part of all names: what was computed before a peer was found wrong is not shared after
         self.warm = WarmPrefixes()
-        self._trials = Trials()
-        self._on_trial: dict[bytes, Trial] = {}
-        self._trying: set[asyncio.Task[None]] = set()
+        self.trying = Trying(self)
         self.links_lost: list[tuple[float, PeerId, str]] = []
-        self._silence = False  # was what ended the last link, or dial
         self.head: Head
         self.scorer: BatchingScorer
         self.peer_id = PeerId("")  # of this client
         self.name_secret = b""
         self._endpoint: Endpoint
         self._directory: Directory
-        self._goodbyes: dict[PeerId, deque[Frame]] = {}  # for peers that are not connected
-        self._said: dict[PeerId, deque[tuple[float, Frame]]] = {}  # the last ones on each link, which may not arrive
+        self._goodbyes = Goodbyes()
         self._dht_time: Callable[[], float] = time.time
         self._tasks = Tasks()
         self._stack = AsyncExitStack()
@@ -205,10 +197,7 @@ class SwarmClient:
         """Closes its sessions (their peers free them), its links and its node."""
         for session in list(self.sessions.values()):
             await session.close()
-        trying = list(self._trying)
-        for task in trying:
-            task.cancel()  # while there are links over which its peer can be told
-        await asyncio.gather(*trying, return_exceptions=True)
+        await self.trying.close()
         await self._stack.aclose()
 
     def dht_time(self) -> float:
@@ -224,7 +213,7 @@ class SwarmClient:
         for peer_id in forgotten(before, self.view):
             self.costs.forget(peer_id)
             self.busy_until.pop(peer_id, None)
-            self._goodbyes.pop(peer_id, None)
+            self._goodbyes.forget(peer_id)
             self._row_s.pop(peer_id, None)
         for record in map(self.view.records.__getitem__, self.view.changed & self.view.records.keys()):
             if record.place is not None:
@@ -315,7 +304,7 @@ class SwarmClient:
         without |= dict.fromkeys(excluded, "it was found to compute wrongly")
         avoided = dict.fromkeys(self.health.banned_peers(monotonic), "it failed lately")
         avoided |= dict.fromkeys(self.leaving, "it said that it leaves")
-        avoided |= dict.fromkeys(self.late(), "connecting to it takes longer than it should")
+        avoided |= dict.fromkeys(self.reaching.late(), "connecting to it takes longer than it should")
         # Those that are in use, or failed, are looked at whatever they cost.
         view = self._candidates.short_view(self.view, now, replace(request, prefer=route))
         shown = self.view.records.keys() & (without.keys() | avoided.keys())
@@ -396,107 +385,23 @@ class SwarmClient:
         claimed_s = record.decode_s if record is not None else 0.0
         self.costs.observe_decode(hop.peer_id, compute_s / (hop.exit - hop.entry), claimed_s)
 
-    def try_out(self, route: Route, other: Route) -> None:
-        """Find out, beside the text, how fast somebody in a route truly is that seems cheaper than the one in use."""
-        hop = self._trials.choose(route, other, time.monotonic())
-        if hop is not None:
-            self._trying.add(task := self.spawn(self._try(hop)))
-            task.add_done_callback(self._trying.discard)
-
-    async def _try(self, hop: Hop) -> None:
-        await self.connect([hop.peer_id], TRIAL_DIAL_S)
-        link = self.link(hop.peer_id)
-        if link is None:
-            return
-        codec = lossless_codec(self.config.dtype)
-        trial = Trial(new_session(self.join.fingerprint), link, hop, self.embed([0], 0, codec), codec)
-        self._on_trial[trial.id] = trial
-        try:
-            timing = await trial.run()
-        finally:
-            del self._on_trial[trial.id]
+    def learn_trial(self, hop: Hop, timing: HopTiming) -> None:
         self.costs.advance(time.monotonic())
-        if timing is not None and timing.compute_us:
+        if timing.compute_us:
             self._observe_decode(hop, timing.compute_us / 1e6)
             self.costs.observe_queue(hop.peer_id, timing.queue_us / 1e6)
 
     # -- links -----------------------------------------------------------------------------------------------
 
     async def probe(self) -> None:
-        """Dial the peers that plans are likely to use and that are not linked yet, and some others, and note the round
-        trips. Links stay: they serve failovers."""
-        chosen = self._probes.choose(self.view, self.dht_time(), self.config.most_probes)
-        limit = asyncio.Semaphore(PROBES_AT_ONCE)
-
-        async def measure(peer_id: PeerId) -> None:
-            async with limit:
-                link = self.link(peer_id)
-                try:
-                    if link is None:
-                        link = await self._dial(peer_id, 3.0)
-                    self.costs.observe_rtt(CLIENT, peer_id, await link.ping(3.0))
-                    if link.place is not None:
-                        self.costs.place(peer_id, link.place)
-                except (TimedOut, Unreachable) as error:
-                    self.health.failed(peer_id, time.monotonic())
-                    log.info("%s cannot be reached: %s", peer_id, error)
-
+        """The peers that plans are likely to use, and some others: how far they are."""
         self.costs.advance(time.monotonic())
-        await asyncio.gather(*map(measure, chosen))
+        await self.reaching.probe(self._probes.choose(self.view, self.dht_time(), self.config.most_probes))
         self.costs.place(CLIENT, self._endpoint.coordinates.coordinate)
 
-    async def _dial(self, peer_id: PeerId, timeout_s: float) -> Link:
-        self._dials.begins(peer_id, 2 * self.costs.link_s(CLIENT, peer_id), time.monotonic())
-        reached = False
-        try:
-            link = await self._endpoint.connect(peer_id, self.addresses(peer_id), timeout_s)
-            reached = True
-            return link
-        finally:
-            self._dials.ends(peer_id, time.monotonic(), reached=reached)
-
-    def late(self) -> frozenset[PeerId]:
-        """Those whose dial takes longer than it should, and goes on."""
-        return self._dials.late(time.monotonic())
-
-    async def connect(self, peers: Iterable[PeerId], timeout_s: float) -> tuple[frozenset[PeerId], frozenset[PeerId]]:
-        """Make sure of a link to each; returns those that could not be reached, and those that are still being dialled.
-        It ends early when a dial turns out to be late, or one that was late before has ended: the caller may have a
-        better choice then. Dials go on."""
-        dials = {peer_id: self._reach_soon(peer_id, timeout_s) for peer_id in peers if self.link(peer_id) is None}
-        late = self.late()
-        others = {self._reaching[peer_id] for peer_id in (late & self._reaching.keys()) - dials.keys()}
-        while waiting := {peer_id: task for peer_id, task in dials.items() if not task.done()}:
-            if self.late() & waiting.keys() - late or any(task.done() for task in others):
-                break
-            patience_s = self._dials.next_late_s(waiting, time.monotonic())
-            await asyncio.wait(
-                [*waiting.values(), *others], timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
-            )
-        lost = frozenset(peer_id for peer_id, task in dials.items() if task.done() and not task.result())
-        return lost, frozenset(waiting)
-
-    def _reach_soon(self, peer_id: PeerId, timeout_s: float) -> asyncio.Task[bool]:
-        if peer_id not in self._reaching:
-            self._reaching[peer_id] = self._tasks.spawn(self._reach(peer_id, timeout_s))
-        return self._reaching[peer_id]
-
-    async def _reach(self, peer_id: PeerId, timeout_s: float) -> bool:
-        try:
-            await self._dial(peer_id, timeout_s)
-        except (TimedOut, Unreachable) as error:
-            self.health.failed(peer_id, time.monotonic())
-            self._silence = isinstance(error, Unreachable) and error.silent
-            log.info("%s cannot be reached: %s", peer_id, error)
-            return False
-        finally:
-            del self._reaching[peer_id]
-        return True
-
-    @property
-    def offline(self) -> bool:
-        """Whether everybody has fallen silent and nobody refused us: most likely this machine's network is gone."""
-        return self._silence and not any(self.link(record.peer_id) for record in self.records())
+    async def dial(self, peer_id: PeerId, timeout_s: float) -> Link:
+        """Raises Unreachable, TimedOut."""
+        return await self._endpoint.connect(peer_id, self.addresses(peer_id), timeout_s)
 
     def spares(self, hop: Hop, without: Set[PeerId], constraints: Constraints) -> list[PeerId]:
         """Who could take that hop's place, the fastest for us first."""
@@ -509,22 +414,6 @@ class SwarmClient:
                 compute_s = self.costs.block_s(record, 1) * (hop.exit - hop.entry)
                 found.append((compute_s + self.costs.link_s(CLIENT, record.peer_id), record.peer_id))
         return [peer_id for _, peer_id in sorted(found)]
-
-    async def silent_of(self, peers: Iterable[PeerId], timeout_s: float) -> frozenset[PeerId]:
-        """Which of these do not answer us now."""
-
-        async def ask(peer_id: PeerId) -> PeerId | None:
-            link = self.link(peer_id)
-            try:
-                if link is None:
-                    return peer_id
-                await link.ping(timeout_s)
-            except TimedOut:
-                return peer_id
-            return None
-
-        answers = await asyncio.gather(*(ask(peer_id) for peer_id in peers))
-        return frozenset(peer_id for peer_id in answers if peer_id is not None)
 
     def link(self, peer_id: PeerId) -> Link | None:
         link = self._endpoint.link(peer_id)
@@ -539,25 +428,22 @@ class SwarmClient:
     # -- LinkHandler -----------------------------------------------------------------------------------------
 
     def link_opened(self, link: Link) -> None:
-        for frame in self._goodbyes.pop(link.remote, ()):
-            self._say(link, frame)
+        self._goodbyes.opened(link)
 
     def frame_received(self, link: Link, frame: Frame) -> None:
         session = self.sessions.get(frame.session)
         if session is not None:
             session.frame_received(frame, link.remote)
-        elif (trial := self._on_trial.get(frame.session)) is not None and trial.hop.peer_id == link.remote:
-            trial.receive(frame)
+        else:
+            self.trying.frame_received(link, frame)
 
     def link_lost(self, link: Link, reason: str) -> None:
         log.info("lost %s: %s", link.remote, reason)
         self.leaving.discard(link.remote)
-        self._silence = reason.startswith(SILENT)
+        self.reaching.link_lost(reason)
         self.links_lost.append((time.monotonic(), link.remote, reason))
         self.health.failed(link.remote, time.monotonic())
-        for at, frame in self._said.pop(link.remote, ()):
-            if time.monotonic() - at < GOODBYE_S:
-                self._say_later(link.remote, frame)
+        self._goodbyes.lost(link.remote)
         for session in list(self.sessions.values()):
             session.link_lost(link.remote, reason)
 
@@ -607,21 +493,10 @@ class SwarmClient:
                 link.watched = False
 
     def say_goodbye(self, peer_id: PeerId, frame: Frame) -> None:
-        """That a session is over. To a peer that is not connected, or whose connection breaks, when it is again: it may
-        be alive, and still hold what nobody needs."""
-        if link := self.link(peer_id):
-            self._say(link, frame)
-        else:
-            self._say_later(peer_id, frame)
+        """That a session is over."""
+        self._goodbyes.say(peer_id, self.link(peer_id), frame)
 
-    def _say(self, link: Link, frame: Frame) -> None:
-        self._said.setdefault(link.remote, deque(maxlen=MOST_GOODBYES)).append((time.monotonic(), frame))
-        link.send(frame)
-
-    def _say_later(self, peer_id: PeerId, frame: Frame) -> None:
-        self._goodbyes.setdefault(peer_id, deque(maxlen=MOST_GOODBYES)).append(frame)
-
-    def spawn(self, work) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         return self._tasks.spawn(work)
 
     def embed(self, token_ids: Sequence[int], start: int, codec: Codec) -> memoryview:

@@ -216,13 +216,13 @@ class Healing:
         plan = self._mover.look(now, lambda margin: self._plan_beside(route, margin))
         if plan is None:
             if seems := self._plan_beside(route, 0.0):
-                self.client.try_out(route, seems.route)
+                self.client.trying.try_out(route, seems.route)
             return
         pace_s = self._mover.pace.now_s
         if not self._mover.our_turn(*crowds(route, plan.route, self.client.sessions_at), pace_s / plan.cost_s, now):
             return
         if missing := [peer_id for peer_id in plan.route.peers if self.client.link(peer_id) is None]:
-            self.client.spawn(self.client.connect(missing, self.config.connect_s))
+            self.client.spawn(self.client.reaching.connect(missing, self.config.connect_s))
             return
         self._mover.moves(now)
         reason = f"a cheaper route: {1e3 * plan.cost_s:.0f} ms a token instead of {1e3 * pace_s:.0f}"
@@ -344,7 +344,7 @@ class Healing:
     @property
     def _patience_s(self) -> float:
         """For blocks that nobody serves. That our own network is gone says nothing about them."""
-        return self._limit_s if self.client.offline else max(self.config.wait_s, NEWCOMER_S)
+        return self._limit_s if self.client.reaching.offline else max(self.config.wait_s, NEWCOMER_S)
 
     def _gave_up(self, reason: str) -> SessionError:
         if self._full:
@@ -372,7 +372,7 @@ class Healing:
                     await self.client.look_again(pause_s=0.0 if looked_at < asked else LOOK_EVERY_S)
                     looked_at, failed = now, frozenset()
                 continue
-            lost, dialled = await self.client.connect(plan.route.peers, self.config.connect_s)
+            lost, dialled = await self.client.reaching.connect(plan.route.peers, self.config.connect_s)
             failed |= lost
             self._avoid_peers |= lost
             if not lost and not dialled and not self._lost_again:
@@ -421,7 +421,9 @@ class Healing:
         return Request(
             n_blocks=client.n_blocks,
             tokens=1,
-            avoid_peers=client.health.banned_peers(now).union(self._avoid_peers, client.leaving, client.late()),
+            avoid_peers=client.health.banned_peers(now).union(
+                self._avoid_peers, client.leaving, client.reaching.late()
+            ),
             avoid_edges=frozenset(self._avoid_edges),
             penalties=penalties,
             held=held,
@@ -437,7 +439,7 @@ class Healing:
         a standby may take the place of the wrong one."""
         asked = self._avoid_edges - self._settled_edges
         ends = {end for edge in asked for end in edge} - self._avoid_peers - {CLIENT}
-        silent = await self.client.silent_of(ends, PROBE_S)
+        silent = await self.client.reaching.silent_of(ends, PROBE_S)
         self._settled_edges |= asked
         self._avoid_peers |= silent
         if self.driver.route is not None:

@@ -52,6 +52,7 @@ class _Value(msgspec.Struct, array_like=True, frozen=True):
     dtype: _Count = 0  # see DTYPES
     region: str = ""
     int8_ps: _Count = 0
+    loads_to: _Count = 0  # the end of what it will serve once all is loaded; 0: it is
 
 
 class _Signed(msgspec.Struct, array_like=True, frozen=True):
@@ -87,6 +88,8 @@ def encode_record(record: PeerRecord, *, identity: Identity, swarm_id: bytes, ke
         raise BadInput(f"{identity.peer_id} cannot sign a record of {record.peer_id}")
     if len(record.addresses) > MOST_ADDRESSES:
         raise BadInput(f"a record holds at most {MOST_ADDRESSES} addresses, not {len(record.addresses)}")
+    if (loads := record.loads) and not (loads.start == record.span.start and loads.end > record.span.end):
+        raise BadInput(f"blocks {loads} are not more than {record.span}, from the same one on")
     if record.sequence < 0 or not math.isfinite(record.expires_at):
         raise BadInput("a record needs a sequence number of 0 or more and a finite expiry")
     claims = _Value(
@@ -103,6 +106,7 @@ def encode_record(record: PeerRecord, *, identity: Identity, swarm_id: bytes, ke
         dtype=next((number for number, name in DTYPES.items() if name == record.dtype), 0),
         region=record.region,
         int8_ps=_scaled(record.int8_value_s, 1e12),
+        loads_to=record.loads.end if record.loads is not None else 0,
     )
     value = _encode(claims)
     if len(value) > VALUE_BYTES:  # the rest matters more
@@ -262,6 +266,7 @@ def _record(signed: _Signed, peer_id: PeerId) -> PeerRecord:
             dtype=DTYPES.get(value.dtype, ""),
             region=_unpack_region(value.region),
             int8_value_s=value.int8_ps / 1e12,
+            loads=Span(value.start, value.loads_to) if value.loads_to > value.end else None,
         )
     except (msgspec.MsgspecError, BadInput, UnicodeDecodeError) as error:
         raise ProtocolError(f"a damaged record of {peer_id}: {error}") from None

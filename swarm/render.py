@@ -156,7 +156,7 @@ def status_table(rows: Sequence[PeerRow], judged: Mapping[PeerId, Judgement] | N
             free = f"{record.cache_free:,} ({100 * record.cache_free // record.cache_total}%)"
         table.add_row(
             Text(short_id(record.peer_id)),
-            str(record.span),
+            blocks_of(record),
             state,
             milliseconds(row.decode_s if row.decode_s is not None else record.decode_s or None),
             milliseconds(row.prefill_s if row.prefill_s is not None else record.prefill_s or None),
@@ -172,6 +172,11 @@ def reasons(judged: Mapping[PeerId, Judgement]) -> Iterator[Text]:
     for peer_id, judgement in judged.items():
         if judgement.reason:
             yield Text.assemble(f"{short_id(peer_id)}: ", condition_text(judgement), f", {harmless(judgement.reason)}")
+
+
+def blocks_of(record: PeerRecord) -> str:
+    """What it serves; of what, where the rest is still being loaded."""
+    return f"{record.span} of {record.loads}" if record.loads is not None else str(record.span)
 
 
 def spans_with(counts: Sequence[int], peers: int) -> list[Span]:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from routing.types import PeerId, PeerRecord
-from swarm.render import NOTHING, condition_text, coverage_bar, milliseconds, reasons, short_id
+from swarm.render import NOTHING, blocks_of, condition_text, coverage_bar, milliseconds, reasons, short_id
 from swarm.status import PeerSeen, Snapshot
 
 
@@ -98,7 +98,7 @@ def _table(peers: Sequence[PeerSeen], changed: Mapping[PeerId, Change]) -> Rende
         table.add_row(
             Text(mark, style=style),
             Text(short_id(record.peer_id)),
-            str(record.span),
+            blocks_of(record),
             Text(NOTHING) if gone else condition_text(peer.judgement),
             NOTHING if gone else milliseconds(peer.rtt_s),
             NOTHING if gone or peer.sessions is None else str(peer.sessions),

@@ -60,6 +60,7 @@ def _peer_facts(peer: PeerSeen) -> dict[str, Any]:
     return {
         "peer": record.peer_id,
         "blocks": str(record.span),
+        "loads": None if record.loads is None else str(record.loads),
         "state": record.state.name.lower(),
         "condition": peer.judgement.condition.value,
         "reason": peer.judgement.reason or None,

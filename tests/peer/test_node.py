@@ -21,6 +21,7 @@ from routing.errors import DamagedWeights, ModelError, StartError, UnsupportedQu
 from routing.placement import best_span
 from routing.types import PeerRecord, PeerState, Span
 from routing.view import RecordsSeen, View, apply
+from swarm import manifest as manifests
 from swarm.identity import Identity
 from swarm.tasks import Meanwhile
 from tests.whole.stand_ins import until
@@ -54,14 +55,31 @@ class Slow:
         return work(*args)
 
 
+class Loads:
+    """A loader on the compute thread of `node`."""
+
+    pending_bytes = 0
+
+    def __init__(self, node: Node, result: Any = "the blocks"):
+        self._node, self._result = node, result
+
+    async def first(self, span: Span, check: Any) -> Any:
+        return await self._node._compute(self._load)
+
+    def _load(self) -> Any:
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+
 @pytest.fixture
-def loading(monkeypatch: pytest.MonkeyPatch) -> tuple[Node, Told]:
+def loading() -> tuple[Node, Told]:
     told = Told()
     peer: Any = SimpleNamespace(identity=Identity.generate(), thread=Slow(lambda: told.records))
     node = Node(PeerConfig(model="smollm2"), peer)
     node._turn = Turn(BLOCKS, Told(), lambda: 0.0)  # type: ignore[arg-type]
     node._span, node._directory = Span(0, 3), told  # type: ignore[assignment]
-    monkeypatch.setattr(node, "_load", lambda span, check: "the blocks")
+    node._loader = Loads(node)  # type: ignore[assignment]
     return node, told
 
 
@@ -76,15 +94,9 @@ async def test_while_its_blocks_load_a_peer_is_seen_and_who_comes_then_takes_oth
         assert best_span(view, BLOCKS, 3, 0.0) == Span(3, 6)
 
 
-async def test_a_peer_whose_blocks_cannot_be_loaded_says_goodbye(
-    loading: tuple[Node, Told], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_peer_whose_blocks_cannot_be_loaded_says_goodbye(loading: tuple[Node, Told]) -> None:
     node, told = loading
-
-    def load(span: Span, check: Any) -> Any:
-        raise ModelError("a tensor is not the swarm's")
-
-    monkeypatch.setattr(node, "_load", load)
+    node._loader = Loads(node, ModelError("a tensor is not the swarm's"))  # type: ignore[assignment]
     with pytest.raises(ModelError):
         async with AsyncExitStack() as stack:
             await node._load_announced(stack, None)
@@ -106,18 +118,24 @@ async def test_blocks_that_load_ahead_of_the_manifest_are_compared_with_it(
 ) -> None:
     node, told = loading
     compared: list[Any] = []
-    monkeypatch.setattr(node, "_names", lambda span: [f"tensors of {span}"])
-    monkeypatch.setattr(node, "_check", compared.append)
-    async with AsyncExitStack() as stack, Meanwhile(node._compute(node._load, Span(0, 3), None)) as ahead:
-        assert await node._load_announced(stack, ahead) == "the blocks"
-    assert compared == [["tensors of 0:3"]]
 
-    def differs(names: Any) -> None:
+    async def load() -> Any:
+        node._check(["a", "b"])
+        node._manifest = "the manifest"  # type: ignore[assignment]
+        node._check(["c"])
+        return await node._compute(lambda: "the blocks")
+
+    def differs(*_: Any) -> None:
         raise DamagedWeights("a tensor is not the swarm's")
 
-    monkeypatch.setattr(node, "_check", differs)
-    with pytest.raises(DamagedWeights):
-        async with AsyncExitStack() as stack, Meanwhile(node._compute(node._load, Span(0, 3), None)) as ahead:
+    node._checkpoint = None  # type: ignore[assignment]
+    monkeypatch.setattr(manifests, "check", lambda checkpoint, names, manifest: compared.append(names))
+    async with AsyncExitStack() as stack, Meanwhile(load()) as ahead:
+        assert await node._load_announced(stack, ahead) == "the blocks"
+    assert compared == [["c"], ["a", "b"]]
+    async with AsyncExitStack() as stack, Meanwhile(node._loader.first(Span(0, 3), None)) as ahead:
+        monkeypatch.setattr(manifests, "check", differs)
+        with pytest.raises(DamagedWeights):
             await node._load_announced(stack, ahead)
     assert told.left == 2
 
@@ -242,7 +260,7 @@ class Vacating:
         bare = SimpleNamespace(load=None, blocks=SimpleNamespace(nbytes=0), budget=SimpleNamespace(used_bytes=0))
         node._succession = SimpleNamespace(current=bare, vacate=self.vacate)  # type: ignore[assignment]
         monkeypatch.setattr(node, "_fits", lambda span, memory: True)
-        monkeypatch.setattr(node, "_load_aside", self.load)
+        node._loader = self  # type: ignore[assignment]
         monkeypatch.setattr(node, "_succeed", lambda blocks, load: self.served.append(blocks))
         self.node = node
 
@@ -250,7 +268,7 @@ class Vacating:
         self.states.append(self.node._state)
         return self.gone
 
-    async def load(self, span: Span) -> Span:
+    async def beside(self, span: Span, check: Any) -> Span:
         self.states.append(self.node._state)
         if problem := self.loads.pop(0):
             raise problem

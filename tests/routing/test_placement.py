@@ -41,6 +41,11 @@ def test_the_gap_is_filled():
     assert best_span(view, 8, 3, 0.0) == Span(3, 6)
 
 
+def test_what_a_peer_still_loads_counts_as_filled():
+    loads = PeerRecord(peer_id="a", span=Span(0, 1), loads=Span(0, 3), expires_at=100.0)
+    assert best_span(apply(View({}, 6), RecordsSeen([loads])), 6, 3, 0.0) == Span(3, 6)
+
+
 def test_a_bare_block_counts_more_than_all_others():
     view = view_of(8, *((peer, "1:4", SERVING) for peer in "abc"), ("d", "4:8", SERVING))
     assert best_span(view, 8, 2, 0.0) == Span(0, 2)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from routing.rebalancing import Lease, Rebalancer, goes_first, may_choose, may_leave, overlap, rescue_comes, with_leases
-from routing.types import PeerState, Span
+from routing.types import PeerRecord, PeerState, Span
+from routing.view import RecordsSeen, apply
 from tests.routing.test_placement import view_of
 
 JOINING, SERVING, DRAINING, LEAVING = PeerState
@@ -115,6 +116,11 @@ LAST = (("a", "0:2", SERVING), ("b", "1:3", SERVING), ("z", "2:4", DRAINING))  #
 )
 def test_a_peer_that_leaves_knows_whether_somebody_comes_for_what_it_alone_serves(more, leases, comes):
     assert rescue_comes(view_of(4, *LAST, *more), "z", leases, 1.0) is comes
+
+
+def test_it_waits_for_one_that_still_loads_them():
+    coming = PeerRecord(peer_id="a", span=Span(1, 2), loads=Span(1, 4), expires_at=100.0)
+    assert rescue_comes(apply(view_of(4, *LAST), RecordsSeen([coming])), "z", [], 1.0)
 
 
 def test_who_is_not_in_the_directory_waits_for_nobody():

@@ -10,7 +10,7 @@ import pytest
 from routing.cost import CLIENT
 from routing.types import Hop, PeerRecord, Span
 from routing.view import TOMBSTONE_S
-from swarm import client as client_module
+from swarm import goodbyes
 from swarm.checkpoint import open_checkpoint
 from swarm.client import ClientConfig, SwarmClient
 from swarm.families import family_of
@@ -77,11 +77,11 @@ def test_it_is_said_again_when_the_connection_broke_and_when_there_was_none(conn
 
 def test_not_for_ever_and_not_without_bounds(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
     connected.opens()
-    for number in range(2 * client_module.MOST_GOODBYES):
+    for number in range(2 * goodbyes.MOST_GOODBYES):
         connected.client.say_goodbye(PEER, goodbye(number % 256))
     connected.breaks()
-    assert len(connected.opens().sent) == client_module.MOST_GOODBYES
-    monkeypatch.setattr(client_module, "GOODBYE_S", 0.0)
+    assert len(connected.opens().sent) == goodbyes.MOST_GOODBYES
+    monkeypatch.setattr(goodbyes, "GOODBYE_S", 0.0)
     connected.breaks()
     assert connected.opens().sent == []
 

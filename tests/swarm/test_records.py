@@ -63,8 +63,9 @@ def value_of(data: bytes) -> bytes:
     dtype=st.sampled_from(["", *DTYPES.values()]),
     region=st.from_regex("([a-z0-9-]{1,16})?", fullmatch=True),
     int8=st.floats(0, 1e-3),
+    more=st.integers(0, 99),
 )
-def test_a_record_comes_back_as_it_was(start, length, state, speeds, caches, addresses, dtype, region, int8):
+def test_a_record_comes_back_as_it_was(start, length, state, speeds, caches, addresses, dtype, region, int8, more):
     before = record(
         span=Span(start, start + length),
         state=state,
@@ -77,6 +78,7 @@ def test_a_record_comes_back_as_it_was(start, length, state, speeds, caches, add
         dtype=dtype,
         region=region,
         int8_value_s=int8,
+        loads=Span(start, start + length + more) if more else None,
     )
     data = encode_record(before, identity=ALICE, swarm_id=SWARM, key=KEY)
     after = decode_record(data, swarm_id=SWARM, key=KEY, subkey=ALICE.peer_id)
@@ -109,6 +111,7 @@ def test_the_worst_realistic_record_fits_in_200_bytes():
         dtype="bfloat16",
         region="europe-northwest",
         int8_value_s=123.456e-9,
+        loads=Span(128, 1000),
     )
     assert len(value_of(data)) <= VALUE_BYTES
     # Ten thousand of them with their subkeys under one key stay within hivemind's 4 MiB.
@@ -128,13 +131,13 @@ def test_a_place_that_is_none_spoils_no_record(packed):
 
 
 def test_what_an_older_peer_does_not_say_and_what_nobody_knows_is_not_stated():
-    fields = msgspec.msgpack.decode(value_of(signed(dtype="float32", region="eu")))
-    for changed in (fields[:-3], [*fields[:-3], 99, "EU!"], [*fields[:-3], 0, "", 0]):
+    fields = msgspec.msgpack.decode(value_of(signed(dtype="float32", region="eu", loads=Span(0, 20))))[:-4]
+    for changed in (fields, [*fields, 99, "EU!"], [*fields, 0, "", 0], [*fields, 0, "", 0, 10]):
         value = msgspec.msgpack.encode(changed)
         message = _message(SWARM, KEY, ALICE.peer_id, 1, NOW, value)
         data = msgspec.msgpack.encode([1, NOW, value, ALICE.sign(DOMAIN, message)])
         back = decode_record(data, swarm_id=SWARM, key=KEY, subkey=ALICE.peer_id)
-        assert (back.dtype, back.region, back.span, back.int8_value_s) == ("", "", Span(0, 10), 0.0)
+        assert (back.dtype, back.region, back.span, back.int8_value_s, back.loads) == ("", "", Span(0, 10), 0.0, None)
 
 
 def test_a_record_that_would_not_fit_is_refused_by_its_maker():
@@ -142,6 +145,12 @@ def test_a_record_that_would_not_fit_is_refused_by_its_maker():
         signed(addresses=("x" * 200 + ":1",))
     with pytest.raises(BadInput, match="addresses"):
         signed(addresses=("127.0.0.1:1",) * 9)
+
+
+@pytest.mark.parametrize("loads", ["0:10", "0:9", "1:20"])
+def test_what_is_still_to_be_loaded_comes_behind_what_is_served(loads):
+    with pytest.raises(BadInput, match="not more than 0:10"):
+        signed(loads=Span.parse(loads))
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1", "127.0.0.1:0", ":80", "host:70000", "host:x"])

@@ -16,6 +16,7 @@ from peer.effects import SessionLimits
 from routing.errors import NoRoute, Superseded
 from routing.types import PeerRecord
 from swarm import healing
+from swarm.client import SwarmClient
 from swarm.frames import Frame, FrameType
 from swarm.link import Heartbeat, Link
 from tests.whole.inprocess import FAST, SPEED, InProcessModel, InProcessPeer, InProcessSwarm
@@ -137,10 +138,10 @@ async def test_a_new_session_does_not_wait_for_a_dial_that_takes_long(tiny: Path
         begun = time.monotonic()
         await Text(session, local).more(2)
         assert time.monotonic() - begun < 2.5, "a dial may take 5 s"
-        assert frozen.peer_id not in session.route.peers and frozen.peer_id in model.client.late()
+        assert frozen.peer_id not in session.route.peers and frozen.peer_id in model.client.reaching.late()
         assert not model.client.health.banned(frozen.peer_id, time.monotonic()), "nothing is known against it"
         frozen.thaw()
-        await until(lambda: model.client.link(frozen.peer_id) and not model.client.late())
+        await until(lambda: model.client.link(frozen.peer_id) and not model.client.reaching.late())
         async with model.session() as another:
             await Text(another, local).more(2)
             assert frozen.peer_id in another.route.peers
@@ -154,11 +155,11 @@ async def test_a_dial_that_takes_long_is_waited_for_where_there_is_nobody_else(t
             swarm.tell(peer)
         await model.client.refresh()
         writing = asyncio.create_task(Text(session, local).more(2))
-        await until(lambda: model.client.late() == {peer.peer_id for peer in slow})
+        await until(lambda: model.client.reaching.late() == {peer.peer_id for peer in slow})
         assert not writing.done() and not session.recoveries
         slow[1].thaw()
         await writing
-        assert slow[1].peer_id in session.route.peers and slow[0].peer_id in model.client.late()
+        assert slow[1].peer_id in session.route.peers and slow[0].peer_id in model.client.reaching.late()
         slow[0].thaw()
         assert not model.client.health.banned_peers(time.monotonic())
 
@@ -288,7 +289,7 @@ async def test_a_client_that_slept_accuses_nobody(tiny: Path, local: Reference) 
 async def test_a_ping_on_its_way_while_the_client_slept_accuses_nobody(tiny: Path) -> None:
     async with running(tiny, SPARED) as (swarm, model):
         peers = [peer.peer_id for peer in swarm.peers]
-        asking = asyncio.ensure_future(model.client.silent_of(peers, 0.2))
+        asking = asyncio.ensure_future(model.client.reaching.silent_of(peers, 0.2))
         await asyncio.sleep(0)
         await asyncio.sleep(0)  # the pings are on their way
         time.sleep(0.5)  # noqa: ASYNC251
@@ -460,13 +461,13 @@ async def test_who_failed_earlier_and_is_connected_goes_before_who_is_gone(
         await model.client.refresh()
         await model.client.probe()
         dialled: list[str] = []
-        dial = type(model.client)._dial
+        dial = SwarmClient.dial
 
         async def noted(self: Any, peer_id: str, timeout_s: float) -> Any:
             dialled.append(peer_id)
             return await dial(self, peer_id, timeout_s)
 
-        monkeypatch.setattr(type(model.client), "_dial", noted)
+        monkeypatch.setattr(SwarmClient, "dial", noted)
         await asyncio.to_thread(second.kill)
         await text.more(2)
         assert used(swarm, session, 1).peer_id == first.peer_id and second.peer_id not in dialled

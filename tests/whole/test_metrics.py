@@ -161,7 +161,9 @@ async def test_a_step_without_room_is_refused(tiny: Path, local: Reference) -> N
         swarm.tell(small, decode_s=1e-5)  # the better choice
         async with swarm.model(standby="none") as model, model.session() as session:
             await Text(session, local, "A text that is longer than").more(40)
-            assert (await figures(small))("steps_refused_total", reason="busy") == 1
+            left = [recovery for recovery in session.recoveries if "room" in recovery.reason]
+            # Those of a later trial, too, where all takes long.
+            assert len(left) == 1 and (await figures(small))("steps_refused_total", reason="busy") >= 1
         await swarm.all_closed()
 
 
