@@ -77,7 +77,9 @@ def serve(
     region: Annotated[
         str, typer.Option(metavar="NAME", help="the data region this peer is in, told to clients, as eu or us-east")
     ] = "",
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N, mps; auto: the best that is here")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, cuda:N, mps, or several as cuda:0,cuda:1; auto: the best that is here")
+    ] = "auto",
     threads: Annotated[int | None, typer.Option(help="cores for computing; all, or a share beside other peers")] = None,
     nice: Annotated[bool, typer.Option("--nice", help="compute only while nobody else wants the processor")] = False,
     max_memory: Annotated[
@@ -260,6 +262,8 @@ def _announce(serving, console: Console) -> None:
     mib = serving.weights_bytes / 2**20
     weights, room = f"{mib:.0f} MiB ({serving.dtype})", f"{serving.cache_positions:,} tokens of context"
     console.say(f"at {serving.address}; weights {weights}, room for {room}")
+    if len(serving.devices) > 1:
+        console.say(f"computing on {' and '.join(serving.devices)}")
     if serving.loads != serving.span:
         console.say(f"the rest of blocks {serving.loads} is served as it is loaded")
     if serving.metrics:

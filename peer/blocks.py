@@ -132,20 +132,34 @@ class Blocks:
         return loading.blocks()
 
     @property
+    def parts(self) -> tuple[Blocks, ...]:
+        """One for each device; see `Spread`."""
+        return (self,)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all weights."""
         return sum(self.block_bytes)
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Of each part: its device's number among the peer's."""
+        return (0,)
+
+    @property
+    def bytes_by_device(self) -> tuple[int, ...]:
+        return (self.nbytes,)
 
     def linears(self) -> list[FewRowsLinear]:
         """All products that choose their kernel by the number of rows."""
         modules = (module for layer in self.layers for module in layer.modules())
         return [module for module in modules if isinstance(module, FewRowsLinear)]
 
-    def seat(self, entry: int, exit: int, budget: CacheBudget | None = None) -> SeatCache:
+    def seat(self, entry: int, exit: int, budget: CacheBudget | None = None, *, journal: bool = True) -> SeatCache:
         """Empty memory for a session that runs blocks `[entry, exit)` of this span. Raises BadInput."""
         if not self.span.start <= entry < exit <= self.span.end:
             raise BadInput(f"blocks {entry}:{exit} are not served here ({self.span} are)")
-        return SeatCache(entry, exit, self.shape, budget, self.windows)
+        return SeatCache(entry, exit, self.shape if journal else self.shape.without_journal, budget, self.windows)
 
 
 class Loading:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,7 +31,7 @@ class CacheShape:
 
     kv_heads: int
     head_dim: int
-    hidden: int
+    hidden: int  # 0: no journal
     dtype: torch.dtype
     device: torch.device
 
@@ -44,6 +44,11 @@ class CacheShape:
     def position_bytes(self, blocks: int) -> int:
         """Bytes of one position of a seat that covers `blocks` blocks."""
         return blocks * self.block_bytes + self.hidden * self.dtype.itemsize
+
+    @property
+    def without_journal(self) -> CacheShape:
+        """Of a seat whose outputs go on to further blocks of this peer, and are never asked for."""
+        return replace(self, hidden=0)
 
     @property
     def block_bytes(self) -> int:
@@ -77,6 +82,11 @@ class SeatCache:
         self._windows = {} if windows is None else windows
         self._dropped: dict[int, int] = {}  # block -> positions before this one are not held
         self._memory = _Memory.nothing(exit - entry, shape)
+
+    @property
+    def parts(self) -> tuple[SeatCache, ...]:
+        """One for each device that it lies on; see `SpreadCache`."""
+        return (self,)
 
     @property
     def journal(self) -> torch.Tensor:
@@ -134,7 +144,11 @@ class SeatCache:
     def _drop(self, block: int, start: int, end: int) -> None:
         self._dropped[block] = end
         if self.budget is not None:
-            self.budget.used_bytes -= (end - start) * self.shape.block_bytes
+            self.budget.count((start - end) * self.shape.block_bytes)
+
+    def can_copy(self, other: SeatCache, positions: int) -> bool:
+        """Whether neither of two seats of the same blocks has dropped what `copy_prefix` would need."""
+        return not self._dropped and positions >= other.least_position
 
     def copy_prefix(self, other: SeatCache, positions: int) -> bool:
         """Takes the first `positions` of another seat of the same blocks, in place of what is held here. False, and
@@ -142,7 +156,7 @@ class SeatCache:
         """
         assert (self.entry, self.exit, self.shape) == (other.entry, other.exit, other.shape)
         assert positions <= other.position
-        if self._dropped or positions < other.least_position:
+        if not self.can_copy(other, positions):
             return False
         try:
             self.reserve(positions)
@@ -169,23 +183,25 @@ class SeatCache:
         flat = torch.cat(parts).cpu().view(torch.uint8)
         return _dtype_name(self.shape.dtype), flat.numpy().tobytes()
 
-    def take_pages(self, start: int, end: int, dtype: str, data: bytes) -> bool:
+    def could_take(self, start: int, end: int, dtype: str, nbytes: int) -> bool:
+        """Whether pages of those positions follow what is held, and are of this seat's shape and dtype."""
+        size = (end - start) * self.shape.position_bytes(self.exit - self.entry)
+        return start == self.position and start < end and dtype == _dtype_name(self.shape.dtype) and nbytes == size
+
+    def take_pages(self, start: int, end: int, dtype: str, data: bytes | memoryview) -> bool:
         """Appends what `pages` of another seat of the same blocks gave. False, and nothing has changed, if it is not of
         this seat's shape and dtype, or the budget has no room.
         """
-        count, shape = end - start, self.shape
-        kv_size = 2 * (self.exit - self.entry) * shape.kv_heads * count * shape.head_dim
-        size = (kv_size + count * shape.hidden) * shape.dtype.itemsize
-        if start != self.position or count < 1 or dtype != _dtype_name(shape.dtype) or len(data) != size:
+        if not self.could_take(start, end, dtype, len(data)):
             return False
         try:
             self.reserve(end)
         except Overloaded:
             return False
-        flat = torch.frombuffer(bytearray(data), dtype=shape.dtype).to(shape.device)
+        flat = torch.frombuffer(bytearray(data), dtype=self.shape.dtype).to(self.shape.device)
         kv = self._memory.kv[..., start:end, :]
-        kv.copy_(flat[:kv_size].view(kv.shape))
-        self.journal[start:end] = flat[kv_size:].view(count, shape.hidden)
+        kv.copy_(flat[: kv.numel()].view(kv.shape))
+        self.journal[start:end] = flat[kv.numel() :].view(end - start, self.shape.hidden)
         self.position = end
         return True
 
@@ -205,17 +221,24 @@ class SeatCache:
         """Bytes granted."""
         return self.bytes_at(self.capacity)
 
+    def can_hold(self, positions: int) -> bool:
+        """Whether the budget has room for so many now."""
+        return self.budget is None or self.budget.can_hold(self, positions)
+
+    def claim(self, positions: int) -> bool:
+        """Has room for `positions` granted. False, and no change, if there is none."""
+        if self.budget is not None:
+            return self.budget.claim(self, positions)
+        self.capacity = self.capacity_for(positions)
+        return True
+
     def reserve(self, positions: int) -> None:
         """Makes room for `positions`.
 
         Raises Overloaded if the budget has no room; then nothing has changed.
         """
-        if positions > self.capacity:
-            if self.budget is not None:
-                if not self.budget.claim(self, positions):
-                    raise Overloaded(f"no room for {positions} positions in the cache")
-            else:
-                self.capacity = self.capacity_for(positions)
+        if positions > self.capacity and not self.claim(positions):
+            raise Overloaded(f"no room for {positions} positions in the cache")
         if self.capacity > self._memory.room:
             self._memory = self._memory.larger(self.capacity, self.position)
 
@@ -297,7 +320,7 @@ class _Memory:
 
 
 class CacheBudget:
-    """Bytes that all seats of a peer may hold together, accounted before they are allocated.
+    """Bytes that all seats of a peer may hold together on one device, accounted before they are allocated.
 
     What to do when there is no room (refuse, or evict some of `least_recent`) is its owner's decision.
     """
@@ -308,31 +331,43 @@ class CacheBudget:
         self._seats: OrderedDict[SeatCache, None] = OrderedDict()  # least recently used first
 
     @property
+    def parts(self) -> tuple[CacheBudget, ...]:
+        """One for each device; see `SpreadBudget`."""
+        return (self,)
+
+    @property
     def free_bytes(self) -> int:
         return max(0, self.limit_bytes - self.used_bytes)
 
     def can_hold(self, seat: SeatCache, positions: int) -> bool:
         """Whether `seat` could grow to `positions` now."""
-        return self.used_bytes + self._more(seat, positions) <= self.limit_bytes
+        return positions <= seat.capacity or self.used_bytes + self._more(seat, positions) <= self.limit_bytes
 
     def claim(self, seat: SeatCache, positions: int) -> bool:
         """Grants `seat` room for `positions`, and marks it as used now. False, and no change, if there is no
         room.
         """
-        if not self.can_hold(seat, positions):
-            return False
-        self.used_bytes += self._more(seat, positions)
-        seat.capacity = seat.capacity_for(positions)
+        if positions > seat.capacity:
+            more = self._more(seat, positions)
+            if self.used_bytes + more > self.limit_bytes:
+                return False
+            self.count(more)
+            seat.capacity = seat.capacity_for(positions)
         self._seats[seat] = None
         self._seats.move_to_end(seat)
         return True
 
     def release(self, seat: SeatCache, capacity: int) -> None:
         """Takes back what was granted to `seat` beyond `capacity`; called by the seat."""
-        self.used_bytes -= seat.bytes_at(seat.capacity) - seat.bytes_at(capacity)
+        self.count(seat.bytes_at(capacity) - seat.bytes_at(seat.capacity))
         seat.capacity = capacity
         if capacity == 0:
             del self._seats[seat]
+
+    def count(self, nbytes: int) -> None:
+        """So many more are held, or fewer. The event loop and the compute thread both count: nothing is called between
+        reading the account and writing it, so neither loses what the other wrote."""
+        self.used_bytes += nbytes
 
     def least_recent(self) -> Iterator[SeatCache]:
         """The seats that hold memory, the one unused for longest first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,7 +53,8 @@ def free_memory(device: str = "cpu") -> int:
 class Memory:
     """What weights and cache may take together."""
 
-    free_bytes: int
+    free_bytes: int  # on all devices
+    by_device: tuple[int, ...] = ()  # the same on each, where there are several
     limit_bytes: int | None = None  # the owner's own (--max-memory)
     cache_bytes: int | None = None  # the owner's wish; None: as much as is right
     models: int = 1  # that are to have equal parts of it
@@ -61,11 +62,14 @@ class Memory:
     def blocks_that_fit(self, block_bytes: int) -> int:
         """How many blocks fit beside their cache: the wished one, else as much again as the blocks. Something is left
         for the rest of the machine. Raises NotEnoughMemory if not even one does."""
-        room = self._within_limit(self.free_bytes - RESERVE_BYTES)
+        rooms = [max(0, free - RESERVE_BYTES) for free in self.by_device or (self.free_bytes,)]
+        room = self._within_limit(sum(rooms))
         if self.cache_bytes is None:
             count = room // self.models // (2 * block_bytes)
         else:
             count = (room - self.cache_bytes) // self.models // block_bytes
+        while self.by_device and count > 0 and sum(each // self._taken(count, block_bytes) for each in rooms) < count:
+            count -= 1  # a block lies on one device with its cache
         if count < 1:
             raise self._too_little(f"one block takes {_mib(block_bytes)}")
         return count
@@ -75,6 +79,16 @@ class Memory:
         weights, cache = len(span) * block_bytes, self.cache_bytes or LEAST_CACHE_BYTES
         if weights + cache > self._within_limit(self.free_bytes):
             raise self._too_little(f"blocks {span} take {_mib(weights)}")
+        if self.by_device:
+            self.shares(len(span), block_bytes)
+
+    def shares(self, count: int, block_bytes: int) -> tuple[int, ...]:
+        """How many of `count` blocks each device gets, by what fits on it. Raises NotEnoughMemory."""
+        each = block_bytes + -(-(self.cache_bytes or 0) // count)
+        most = [max(0, free - LEAST_CACHE_BYTES) // each for free in self.by_device or (self.free_bytes,)]
+        if sum(most) < count:
+            raise self._too_little(f"a block takes {_mib(block_bytes)}, and these devices have no room for {count}")
+        return proportional(count, most)
 
     def for_cache(self, weights_bytes: int) -> int:
         """Bytes for the cache, once the weights are loaded. Raises NotEnoughMemory."""
@@ -85,20 +99,38 @@ class Memory:
             raise self._too_little(f"the weights take {_mib(weights_bytes)}, and nothing is left for the cache")
         return most
 
+    def _taken(self, count: int, block_bytes: int) -> int:
+        """What each of so many blocks takes of the room, with those of other models to come and all their caches."""
+        weights = self.models * block_bytes
+        return 2 * weights if self.cache_bytes is None else weights + -(-self.cache_bytes // count)
+
     def _within_limit(self, free_bytes: int) -> int:
         return max(0, free_bytes if self.limit_bytes is None else min(free_bytes, self.limit_bytes))
 
     def _too_little(self, what: str) -> NotEnoughMemory:
         cache = f" beside {_mib(self.cache_bytes)} of cache" if self.cache_bytes else ""
         limit = f", and --max-memory allows {_mib(self.limit_bytes)}" if self.limit_bytes is not None else ""
+        where = f" on {len(self.by_device)} devices together" if self.by_device else ""
         return NotEnoughMemory(
-            f"{what}{cache}; {_mib(self.free_bytes)} are free{limit}",
+            f"{what}{cache}; {_mib(self.free_bytes)} are free{where}{limit}",
             advice="Free some memory, serve fewer blocks (--blocks A:B), or use --dtype bfloat16 or --quantize int4.",
         )
 
 
 def _mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:.0f} MiB"
+
+
+def proportional(count: int, most: Sequence[int]) -> tuple[int, ...]:
+    """`count`, which is no more than the sum of `most`, in parts as near to the proportions of `most` as whole numbers
+    are, none above its own (largest remainders, Hamilton)."""
+    total = sum(most)
+    assert 0 <= count <= total
+    parts = [count * each // total for each in most] if total else [0 for _ in most]
+    by_remainder = sorted(range(len(most)), key=lambda index: -(count * most[index] % total) if total else 0)
+    for index in by_remainder[: count - sum(parts)]:
+        parts[index] += 1
+    return tuple(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +152,22 @@ class Speed:
         """One token of a short chunk."""
         tokens = min(self.prefill)
         return self.prefill[tokens] / tokens
+
+
+def mean_speed(parts: Sequence[tuple[int, Speed]]) -> Speed:
+    """Of a block of a span whose parts (blocks, speed) have unlike speeds: what a token spends in all of them, by their
+    number."""
+    total = sum(blocks for blocks, _ in parts)
+
+    def mean(of: Callable[[Speed], dict[int, float]]) -> dict[int, float]:
+        sizes = of(parts[0][1])
+        return {size: sum(blocks * of(speed)[size] for blocks, speed in parts) / total for size in sizes}
+
+    return Speed(
+        decode=mean(lambda speed: speed.decode),
+        prefill=mean(lambda speed: speed.prefill),
+        int8_value_s=parts[0][1].int8_value_s,
+    )
 
 
 def measure(blocks: Blocks) -> Speed:

@@ -32,7 +32,7 @@ class PeerConfig:
     dtype: str = "float32"
     quantize: str = NONE  # of the weights of linear layers; auto: see peer/quantizing.py
     region: str = ""  # the data region that others are told; empty: none
-    device: str = AUTO  # then the one that was found
+    device: str = AUTO  # then what was found; several have commas between
     threads: int | None = None  # cores for computing; None: all, or a share beside other peers on the machine
     nice: bool = False  # computing gives way to whatever else the machine has to do
     cache_bytes: int | None = None  # None: half of what is free after loading
@@ -49,7 +49,7 @@ class PeerConfig:
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "device", devices.choose_device(self.device))
+        object.__setattr__(self, "device", ",".join(devices.choose_devices(self.device)))
         if self.dtype not in COMPUTE_DTYPES:
             raise BadInput(f"dtype {self.dtype!r} is not known; choose one of {', '.join(COMPUTE_DTYPES)}")
         if self.quantize not in QUANTIZE:
@@ -72,6 +72,11 @@ class PeerConfig:
             raise BadInput(f"rebalance_s is some seconds, or 0 for never; not {self.rebalance_s}")
         if not 1 <= self.renew_s <= 15:
             raise BadInput("records must be renewed every 1 to 15 seconds")
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """That have the blocks, in this order."""
+        return tuple(self.device.split(","))
 
     @property
     def torch_dtype(self) -> torch.dtype:

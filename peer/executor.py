@@ -82,7 +82,8 @@ class Pass:
         outputs = self._rows
         for item, output in zip(self._items, outputs, strict=True):
             seat, end = item.seat, item.seat.position + output.shape[0]
-            seat.journal[seat.position : end] = output
+            if seat.shape.hidden:
+                seat.journal[seat.position : end] = output
         finite = [_all_finite(output) for output in outputs]
         for item, output in zip(self._items, outputs, strict=True):
             item.seat.position += output.shape[0]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
-from peer.blocks import Blocks, Loading
+from peer.spread import AnyBlocks, AnyLoading
 from routing.errors import SwarmError
 from routing.types import Span
 
@@ -23,7 +23,7 @@ Run = Callable[..., Awaitable[Any]]  # of a function with its arguments, in anot
 
 
 class Begin(Protocol):
-    def __call__(self, span: Span, check: Check | None) -> Loading: ...
+    def __call__(self, span: Span, check: Check | None) -> AnyLoading: ...
 
 
 class Loader:
@@ -32,14 +32,14 @@ class Loader:
     def __init__(self, begin: Begin, fetch: Callable[[Span], Awaitable[None]], compute: Run, first_s: float):
         """`fetch` brings the weights of a span to this disk, `compute` runs work on the compute thread."""
         self._begin, self._fetch, self._compute, self._first_s = begin, fetch, compute, first_s
-        self._loading: Loading | None = None
+        self._loading: AnyLoading | None = None
 
     @property
     def pending_bytes(self) -> int:
         """Memory that the blocks to come will take."""
         return self._loading.pending_bytes if self._loading is not None else 0
 
-    async def first(self, span: Span, check: Check | None) -> Blocks:
+    async def first(self, span: Span, check: Check | None) -> AnyBlocks:
         """All of `span`; where that takes longer than `first_s`, those that are loaded by then, at least one. Nobody is
         served yet: the compute thread does it."""
         loading = self._loading = await self._compute(self._begin, span, check)
@@ -50,7 +50,7 @@ class Loader:
                 break
         return loading.blocks()
 
-    async def rest(self, grow: Callable[[Blocks], None]) -> None:
+    async def rest(self, grow: Callable[[AnyBlocks], None]) -> None:
         """What is missing of them then, beside the compute thread, which serves. `grow` is called with all that are
         loaded, each time that there are more. Where it fails it is tried again: what is served is of use meanwhile."""
         loading = self._loading
@@ -64,12 +64,12 @@ class Loader:
             else:
                 grow(loading.blocks())
 
-    async def beside(self, span: Span, check: Check) -> Blocks:
+    async def beside(self, span: Span, check: Check) -> AnyBlocks:
         """All of `span`, beside the compute thread, which goes on serving."""
         await self._fetch(span)
         return await asyncio.to_thread(self._load_all, span, check)
 
-    async def _load_some(self, loading: Loading, run: Run, until: float | None = None) -> None:
+    async def _load_some(self, loading: AnyLoading, run: Run, until: float | None = None) -> None:
         """As many blocks as there are already, or until `until`: of more blocks at once more peers lend at once."""
         start = loading.span.start + loading.loaded
         part = Span(start, min(start + max(1, loading.loaded), loading.span.end))
@@ -79,7 +79,7 @@ class Loader:
             if until is not None and time.monotonic() >= until:
                 return
 
-    def _load_all(self, span: Span, check: Check) -> Blocks:
+    def _load_all(self, span: Span, check: Check) -> AnyBlocks:
         loading = self._begin(span, check)
         while not loading.whole:
             loading.load_next()

@@ -25,6 +25,7 @@ from peer.announcer import Announcer
 from peer.cache import SeatCache
 from peer.counts import Passes, Spread
 from peer.service import Service
+from peer.spread import SpreadCache
 from routing.types import PeerRecord, PeerState
 from swarm.frames import SWARM_BYTES
 from swarm.hive import Daemon, Hive
@@ -113,7 +114,7 @@ def _sessions(service: Service) -> Families:
 
 def _cache(service: Service) -> Families:
     budget, kept = service.budget, service.table.prefixes.stores()
-    kept_bytes = sum(store.nbytes for store in kept if isinstance(store, SeatCache))
+    kept_bytes = sum(store.nbytes for store in kept if isinstance(store, SeatCache | SpreadCache))
     position_bytes = service.blocks.shape.position_bytes(len(service.blocks.span))
 
     def positions(nbytes: int) -> int:
@@ -123,7 +124,7 @@ def _cache(service: Service) -> Families:
     yield _gauge("cache_limit_bytes", "What they may take at most.", budget.limit_bytes)
     what = "in positions of a session that uses all blocks of this peer."
     yield _gauge("cache_used_positions", f"What is held, {what}", positions(budget.used_bytes))
-    yield _gauge("cache_limit_positions", f"What may be held at most, {what}", positions(budget.limit_bytes))
+    yield _gauge("cache_limit_positions", f"What may be held at most, {what}", service.cache_positions)
     yield _gauge(
         "cache_kept_positions", f"Of what is held, what closed sessions left for later ones, {what}",
         positions(kept_bytes),
@@ -146,7 +147,7 @@ def _work(service: Service) -> Families:
     yield _spreads("pass_rows", "Tokens in a pass; the count is the number of passes.", kinds, lambda p: p.rows)
     yield _spreads("step_queue_seconds", "From a step's arrival to its pass.", kinds, lambda p: p.queue_s)
     yield _spreads("step_compute_seconds", "Computing of the pass that a step was in.", kinds, lambda p: p.compute_s)
-    yield _gauge("waiting_steps", "Steps that wait for a pass.", service.waiting)
+    yield _gauge("waiting_steps", "Steps that wait for a pass.", service.pipeline.waiting)
     yield _labelled("steps_refused", "Steps that were not computed.", "reason", dict(counts.steps_refused))
     yield _counter("frames_refused", "Frames that broke the rules of a session.", counts.frames_refused)
     load = service.load

@@ -8,24 +8,28 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from peer import devices
 from peer.announcer import Announcer
 from peer.blocks import Blocks, Loading, estimated_block_bytes
 from peer.borrowed import Borrowed
-from peer.capacity import Memory, Speed, measure
+from peer.capacity import Memory, Speed, mean_speed, measure
 from peer.choosing import TURN_S, Turn
 from peer.config import PeerConfig
 from peer.loading import Check, Loader
 from peer.measured import measured, setting_of
 from peer.outside import Outside
+from peer.pipeline import Load
 from peer.quantizing import choose
 from peer.rebalancing import Rebalancing, seen
-from peer.service import Load, Service
+from peer.service import Service
+from peer.spread import AnyBlocks, AnyLoading, SpreadLoading, names
 from peer.succession import Succession
 from routing.errors import BadInput, ModelNotFound, NotEnoughMemory, StartError, SwarmError
 from routing.placement import best_span
@@ -69,6 +73,7 @@ class Serving:
     join_code: str
     address: str
     weights_bytes: int
+    devices: tuple[str, ...]  # that have blocks; of several, with which
     dtype: str  # that its blocks compute in, and how their weights are quantized
     cache_positions: int
     speed: Speed  # of one block, when it began to serve
@@ -80,7 +85,7 @@ class Node:
 
     def __init__(self, config: PeerConfig, peer: Peer):
         self.config, self._peer = config, peer
-        self.weights_bytes = 0  # once they are loaded
+        self.weights: tuple[int, ...] = (0,) * len(config.devices)  # in bytes on each, once they are loaded
         self._checkpoint: Checkpoint
         self._borrowed: Borrowed | None = None  # where the model is not on this disk
         self._family: Family
@@ -88,7 +93,8 @@ class Node:
         self._quantization = NONE
         self._manifest: manifests.Manifest | None = None
         self._unchecked: list[str] = []  # tensors that were loaded before it was there
-        self._loader = Loader(self._begin_loading, self._fetch, self._compute, config.first_s)
+        first_s = config.first_s if len(config.devices) == 1 else math.inf  # what lies on several does not grow
+        self._loader = Loader(self._begin_loading, self._fetch, self._compute, first_s)
         self._fingerprint = b""
         self._hive: Hive
         self._directory: Directory
@@ -110,6 +116,15 @@ class Node:
         await until_one_ends(
             [self._announcer.run(), self._succession.watch(), self._outside.run(), self._see_to_blocks()]
         )
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(self.weights)
+
+    def weights_with(self, blocks: AnyBlocks) -> tuple[int, ...]:
+        """Bytes of `blocks` on each device, with those of the same span that are still to be loaded."""
+        first, *others = blocks.bytes_by_device
+        return (first + self.pending_bytes, *others)  # with several devices there are none
 
     @property
     def sessions(self) -> int:
@@ -138,16 +153,16 @@ class Node:
 
     # -- start -----------------------------------------------------------------------------------------------
 
-    async def load(self, stack: AsyncExitStack) -> Blocks:
+    async def load(self, stack: AsyncExitStack) -> AnyBlocks:
         """Join or begin the swarm, and load the blocks; p2pd starts while the model is read."""
         blocks = await self._join_and_load(stack)
-        self.weights_bytes = blocks.nbytes + self.pending_bytes
+        self.weights = self.weights_with(blocks)
         # Other models may load for longer than a record lives.
         announcer = Announcer(self._directory, self.record, self.config.renew_s)
         self._announcing = await stack.enter_async_context(Meanwhile(announcer.run()))
         return blocks
 
-    async def _join_and_load(self, stack: AsyncExitStack) -> Blocks:
+    async def _join_and_load(self, stack: AsyncExitStack) -> AnyBlocks:
         join = JoinCode.parse(self.config.join) if self.config.join else None
         if join is None:
             await asyncio.to_thread(self._open_model, False)
@@ -175,7 +190,7 @@ class Node:
             self._span = await self._choose() if ahead is None or wanted is None else wanted
             return await self._load_announced(stack, ahead)
 
-    async def _load_announced(self, stack: AsyncExitStack, ahead: Meanwhile[Blocks] | None) -> Blocks:
+    async def _load_announced(self, stack: AsyncExitStack, ahead: Meanwhile[AnyBlocks] | None) -> AnyBlocks:
         """While the blocks load, others see that they are about to be served: who comes meanwhile takes other ones.
         Those that load `ahead` of the swarm's manifest are compared with it before anybody is served."""
         announcer = Announcer(self._directory, self.record, self.config.renew_s)
@@ -192,7 +207,7 @@ class Node:
         await self._turn.chosen(self._span)
         await announcer.run()
 
-    async def _found(self, stack: AsyncExitStack) -> Blocks:
+    async def _found(self, stack: AsyncExitStack) -> AnyBlocks:
         """Begin a swarm: the whole checkpoint is here, and its manifest names the swarm."""
         self._span = await self._choose()  # before all of a model is read that does not fit
         self._manifest = await asyncio.to_thread(manifests.build, self._checkpoint, self._peer.progress)
@@ -215,7 +230,7 @@ class Node:
         return None
 
     async def _choose_quantization(self) -> None:
-        thread = self._peer.thread
+        thread = self._peer.threads[0]
         self._quantization = await choose(self.config, self._checkpoint.config, self._family, thread)
 
     def _use(self, checkpoint: Checkpoint) -> None:
@@ -272,32 +287,32 @@ class Node:
         else:
             manifests.check(self._checkpoint, names, self._manifest)
 
-    def _begin_loading(self, span: Span, check: Check | None) -> Loading:
-        config = self.config
-        return Loading(
-            self._checkpoint,
-            self._family,
-            span,
-            config.torch_dtype,
-            config.device,
-            self._peer.progress,
-            quantization=self._quantization,
-            check=check,
-        )
+    def _begin_loading(self, span: Span, check: Check | None) -> AnyLoading:
+        config, progress, quantization = self.config, self._peer.progress, self._quantization
+        source = self._checkpoint, self._family, span, config.torch_dtype
+        if len(config.devices) == 1:
+            return Loading(*source, config.device, progress, quantization=quantization, check=check)
+        shares = self._peer.memory(self).shares(len(span), self._block_bytes())
+        return SpreadLoading(*source, config.devices, shares, progress, quantization=quantization, check=check)
 
     async def _compute(self, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """On the compute thread. Raises NotEnoughMemory or DeviceLost for what torch and the system say of it."""
+        """On the first device's compute thread. Raises NotEnoughMemory or DeviceLost for what torch and the system say
+        of it."""
+        return await self._compute_on(0, partial(work, *args, **kwargs))
+
+    async def _compute_on(self, place: int, work: Callable[[], R]) -> R:
+        thread, device = self._peer.threads[place], self.config.devices[place]
         try:
-            return await self._peer.thread.run(work, *args, **kwargs)
+            return await thread.run(work)
         except (RuntimeError, MemoryError, OSError) as error:
-            named = await self._peer.thread.run(devices.failure, error, self.config.device)
+            named = await thread.run(devices.failure, error, device)
             if named is None:
                 raise
             raise named from error
 
-    async def make_ready(self, blocks: Blocks, stack: AsyncExitStack) -> None:
+    async def make_ready(self, blocks: AnyBlocks, stack: AsyncExitStack) -> None:
         """For sessions on `blocks`, before the peer has links."""
-        self._speed = await self._compute(self._measured, blocks)
+        self._speed = await self._measured(blocks)
         self._succession = Succession(self._make_service(blocks, self._speed))
         stack.push_async_callback(self._succession.close)
         self._peer.switchboard.add(self._fingerprint, self._succession)
@@ -335,8 +350,9 @@ class Node:
             join_code=code.encode(),
             address=", ".join(peer.addresses) or "only through the swarm's own network",
             weights_bytes=self.weights_bytes,
+            devices=names(service.blocks),
             dtype=self._dtype,
-            cache_positions=self._positions(service.budget.limit_bytes),
+            cache_positions=service.cache_positions,
             speed=self._speed,
             metrics=peer.metrics_url,
         )
@@ -351,14 +367,20 @@ class Node:
         """As records state it."""
         return self.config.dtype if self._quantization == NONE else f"{self.config.dtype}/{self._quantization}"
 
-    def _measured(self, blocks: Blocks) -> Speed:
-        setting = setting_of(blocks, self._fingerprint, self._dtype)
-        return measured(blocks, setting, self._checkpoint.cache_dir / "measured", measure)
+    async def _measured(self, blocks: AnyBlocks) -> Speed:
+        """Of a block, on each device by itself."""
 
-    def _make_service(self, blocks: Blocks, speed: Speed) -> Service:
+        def of(part: Blocks) -> Speed:
+            setting = setting_of(part, self._fingerprint, self._dtype)
+            return measured(part, setting, self._checkpoint.cache_dir / "measured", measure)
+
+        parts = zip(blocks.places, blocks.parts, strict=True)
+        return mean_speed([(len(part.span), await self._compute_on(place, partial(of, part))) for place, part in parts])
+
+    def _make_service(self, blocks: AnyBlocks, speed: Speed) -> Service:
         peer = self._peer
-        budget = peer.cache(self, blocks)
-        return Service(me=peer.identity.peer_id, blocks=blocks, budget=budget, thread=peer.thread, speed=speed)
+        budget, threads = peer.cache(self, blocks), [peer.threads[place] for place in blocks.places]
+        return Service(me=peer.identity.peer_id, blocks=blocks, budget=budget, threads=threads, speed=speed)
 
     # -- other blocks ----------------------------------------------------------------------------------------
 
@@ -373,7 +395,7 @@ class Node:
         self._hive.record_policy.on_news.append(rebalancing.heard)
         await rebalancing.run(self.config.rebalance_s)
 
-    def _grow(self, blocks: Blocks) -> None:
+    def _grow(self, blocks: AnyBlocks) -> None:
         self._service.grow(blocks)
         self._announcer.renew_soon()
 
@@ -395,13 +417,13 @@ class Node:
             replace=self._replace,
         )
 
-    async def _load_beside(self, span: Span) -> Blocks:
+    async def _load_beside(self, span: Span) -> AnyBlocks:
         """Off the compute thread, which goes on serving. Raises NotEnoughMemory if both spans do not fit."""
-        if not self._fits(span, self._peer.memory(self, taken_bytes=self._service_bytes)):
+        if not self._fits(span, self._peer.memory(self, taken=self._service_bytes)):
             raise NotEnoughMemory(f"blocks {span} do not fit beside {self._span}")
         return await self._loader.beside(span, self._check)
 
-    async def _switch(self, blocks: Blocks) -> None:
+    async def _switch(self, blocks: AnyBlocks) -> None:
         """Serve other blocks, and hand over the sessions that need the old ones."""
         if self._state is not PeerState.SERVING:
             return
@@ -412,7 +434,7 @@ class Node:
     async def _replace(self, span: Span, may: Callable[[], Awaitable[bool]]) -> bool:
         """Where both spans do not fit: hand the sessions over, give up the old blocks, then load; if that fails, the
         old ones again. Whether the new ones are served. Raises StartError if neither can be loaded."""
-        load, former, memory = self._service.load, self._span, self._peer.memory(self, freed_bytes=self._service_bytes)
+        load, former, memory = self._service.load, self._span, self._peer.memory(self, freed=self._service_bytes)
         if self._state is not PeerState.SERVING or not self._fits(span, memory):
             return False
         self._tell_state(PeerState.DRAINING, former)
@@ -440,11 +462,11 @@ class Node:
         self._state, self._span = state, span
         self._announcer.renew_soon()
 
-    def _succeed(self, blocks: Blocks, load: Load) -> None:
+    def _succeed(self, blocks: AnyBlocks, load: Load) -> None:
         """`load`: of the service before. The machine is the same, and so is a block."""
         speed = Speed(decode={1: load.decode_s}, prefill={1: load.prefill_s})
         service = self._make_service(blocks, speed)
-        self._span, self.weights_bytes = blocks.span, blocks.nbytes
+        self._span, self.weights = blocks.span, blocks.bytes_by_device
         self._succession.succeed(service, self._peer.endpoint)
         self._announcer.renew_soon()
 
@@ -453,10 +475,13 @@ class Node:
         return self._succession.current
 
     @property
-    def _service_bytes(self) -> int:
-        """Of its weights, and of its sessions where they share no memory with those of other models."""
-        service = self._service
-        return service.blocks.nbytes + (service.budget.used_bytes if len(self._peer.nodes) == 1 else 0)
+    def _service_bytes(self) -> list[int]:
+        """On each device: of its weights, and of its sessions where they share no memory with those of other models."""
+        blocks, held = self._service.blocks, list(self._service.blocks.bytes_by_device)
+        if len(self._peer.nodes) == 1:
+            for place, budget in zip(blocks.places, self._service.budget.parts, strict=True):
+                held[place] += budget.used_bytes
+        return held
 
     def _fits(self, span: Span, memory: Memory) -> bool:
         try:
@@ -483,8 +508,8 @@ class Node:
             decode_s=service.load.decode_s,
             prefill_s=service.load.prefill_s,
             queue_s=service.load.queue_s,
-            cache_free=self._positions(service.free_cache_bytes),
-            cache_total=self._positions(service.budget.limit_bytes),
+            cache_free=service.free_cache_positions,
+            cache_total=service.cache_positions,
             place=place if (place := self._peer.endpoint.coordinates.coordinate).known else None,
             dtype=self._dtype,
             region=self.config.region.lower(),
@@ -499,6 +524,3 @@ class Node:
             dtype=self.config.dtype,
             bootstrap=bootstrap,
         )
-
-    def _positions(self, nbytes: int) -> int:
-        return nbytes // self._service.blocks.shape.position_bytes(len(self._service.blocks.span))

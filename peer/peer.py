@@ -1,6 +1,6 @@
 """A peer from start to goodbye: what a process has once, however many models it serves.
 
-Identity, compute thread, p2pd, links, memory for sessions and the page for Prometheus; and for each model a node
+Identity, compute threads, p2pd, links, memory for sessions and the page for Prometheus; and for each model a node
 (`node.py`). Everything it starts, it ends. Models are loaded one after the other, and served when all are there.
 """
 
@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from peer.blocks import Blocks
 from peer.cache import CacheBudget
-from peer.capacity import Memory, free_memory
+from peer.capacity import LEAST_CACHE_BYTES, Memory, free_memory
 from peer.config import PeerConfig
 from peer.cuda import check_device
+from peer.devices import make_current
 from peer.node import Node
 from peer.scrape import MetricsServer
+from peer.spread import AnyBlocks, SpreadBudget
 from peer.switchboard import Switchboard
 from routing.errors import BadInput, SwarmError
 from routing.reach import Notice
@@ -66,27 +67,27 @@ class Peer:
         self.addresses: tuple[str, ...] = ()
         self.identity: Identity
         self.sequences: Sequences
-        self.thread: ComputeThread
+        self.threads: list[ComputeThread] = []  # of each device
         self.endpoint: Endpoint
         self.metrics: Metrics | None = None
         self.metrics_url: str | None = None
         self._key_path: Path
         self._daemon: Meanwhile[Daemon]
-        self._budget: CacheBudget | None = None
+        self._budgets: list[CacheBudget] = []  # of each device
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Peer:
         config = self.config
         if config.direct and config.port:
             refuse_taken_port(config.host, config.port)  # now, not when all weights are loaded
-        check_device(config.quantize, config.device)
+        for device in config.devices:
+            check_device(config.quantize, device)
         async with AsyncExitStack() as stack:
             await self._open_metrics(stack)
             self._take_identity(stack)
             self._daemon = await stack.enter_async_context(Meanwhile(self._start_daemon(), Daemon.close))
             native.load()
-            thread = ComputeThread(threads=self._threads(), nice=config.nice)
-            self.thread = await stack.enter_async_context(thread)
+            await self._start_threads(stack)
             await self._load(stack)
             await self._open_links(stack)
             for node in self.nodes:
@@ -132,6 +133,16 @@ class Peer:
             raise BadInput(f"another process uses the identity {wanted}")
         self._key_path, self.identity = path, Identity.load_or_create(path)
         self.sequences = Sequences.beside(path)
+
+    async def _start_threads(self, stack: AsyncExitStack) -> None:
+        """One for each device; those of the CPU share the cores."""
+        config, cores = self.config, self._threads()
+        if (parts := config.devices.count("cpu")) > 1:
+            cores = max(1, (cores or torch.get_num_threads()) // parts)
+        for device in config.devices:
+            thread = await stack.enter_async_context(ComputeThread(threads=cores, nice=config.nice))
+            await thread.run(make_current, device)
+            self.threads.append(thread)
 
     def _threads(self) -> int | None:
         """Unless the owner says how many: all cores for the first peer on a machine, half of them for the second, a
@@ -201,37 +212,59 @@ class Peer:
 
     # -- memory ----------------------------------------------------------------------------------------------
 
-    def memory(self, node: Node, taken_bytes: int = 0, freed_bytes: int = 0) -> Memory:
+    def memory(self, node: Node, taken: Sequence[int] = (), freed: Sequence[int] = ()) -> Memory:
         """For the blocks of `node` and their sessions. Models that are loaded keep what they have, and as much again
-        for their sessions; those to come get equal parts. `taken_bytes`: of the owner's limit, by the node itself.
-        `freed_bytes`: of what it uses now, and will not then."""
+        for their sessions; those to come get equal parts. Both in bytes on each device: `taken`, of the owner's limit,
+        by the node itself; `freed`, of what it uses now, and will not then."""
         config, others = self.config, [other for other in self.nodes if other is not node]
-        held = sum(other.weights_bytes for other in others)
-        promised = held if config.cache_bytes is None else 0
-        limit = config.max_memory_bytes
+        held, none = self._weights(others), [0] * len(config.devices)
+        promised, limit = held if config.cache_bytes is None else none, config.max_memory_bytes
+        by_device = tuple(
+            max(0, free + more - kept)
+            for free, more, kept in zip(self._free(), freed or none, promised, strict=True)
+        )
         return Memory(
-            free_bytes=max(0, free_memory(config.device) + freed_bytes - promised - self._pending_bytes),
-            limit_bytes=None if limit is None else max(0, limit - held - promised - taken_bytes),
+            free_bytes=sum(by_device),
+            by_device=by_device if len(by_device) > 1 else (),
+            limit_bytes=None if limit is None else max(0, limit - sum(held) - sum(promised) - sum(taken)),
             cache_bytes=config.cache_bytes,
             models=1 + sum(not other.weights_bytes for other in others),
         )
 
-    def cache(self, node: Node, blocks: Blocks) -> CacheBudget:
+    def cache(self, node: Node, blocks: AnyBlocks) -> CacheBudget | SpreadBudget:
         """For the sessions of all models, once all are loaded. One that serves alone gets a new budget for new blocks:
-        the sessions of the old ones still have the other."""
-        config, budget = self.config, self._budget
-        if budget is None or len(self.nodes) == 1:
-            budget = self._budget = CacheBudget(0)
-        others = sum(other.weights_bytes for other in self.nodes if other is not node)
-        weights = blocks.nbytes + node.pending_bytes + others
-        free = free_memory(config.device) + budget.used_bytes - self._pending_bytes
-        memory = Memory(free_bytes=free, limit_bytes=config.max_memory_bytes, cache_bytes=config.cache_bytes)
-        budget.limit_bytes = memory.for_cache(weights)
-        return budget
+        the sessions of the old ones still have the other. Of what the owner allows, each device has a part by the
+        weights that are on it."""
+        config, budgets = self.config, self._budgets
+        if not budgets or len(self.nodes) == 1:
+            budgets = self._budgets = [CacheBudget(0) for _ in config.devices]
+        others = self._weights([other for other in self.nodes if other is not node])
+        weights = [own + more for own, more in zip(node.weights_with(blocks), others, strict=True)]
+        for budget, free, loaded in zip(budgets, self._free(), weights, strict=True):
+            limit, wish = (
+                None if nbytes is None else nbytes * loaded // sum(weights)
+                for nbytes in (config.max_memory_bytes, config.cache_bytes)
+            )
+            if wish is not None:
+                wish = max(LEAST_CACHE_BYTES, wish)
+            memory = Memory(free_bytes=free + budget.used_bytes, limit_bytes=limit, cache_bytes=wish)
+            budget.limit_bytes = memory.for_cache(loaded) if loaded else 0
+        own = [budgets[place] for place in blocks.places]
+        return SpreadBudget(own) if len(budgets) > 1 else own[0]
 
-    @property
-    def _pending_bytes(self) -> int:
-        return sum(node.pending_bytes for node in self.nodes)
+    def _weights(self, nodes: Sequence[Node]) -> list[int]:
+        """Bytes on each device."""
+        return [sum(node.weights[place] for node in nodes) for place in range(len(self.config.devices))]
+
+    def _free(self) -> list[int]:
+        """Bytes on each device that no block still to be loaded needs. All but CUDA's have parts of one memory."""
+        shared = sum(torch.device(device).type != "cuda" for device in self.config.devices)
+        free = [
+            free_memory(device) // (1 if torch.device(device).type == "cuda" else shared)
+            for device in self.config.devices
+        ]
+        free[0] -= sum(node.pending_bytes for node in self.nodes)  # with several devices there are none
+        return free
 
     # -- what its owner is told ------------------------------------------------------------------------------
 

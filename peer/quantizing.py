@@ -35,10 +35,11 @@ async def choose(
     """What a peer's weights are to be quantized in. On a CPU the kernels are built first if need be, for how weights
     are laid out depends on whether there are any; for `auto` they are tried for a few tenths of a second.
     """
-    with_kernels = config.quantize != NONE and torch.device(config.device).type == "cpu" and await native.prepare()
+    kinds = {torch.device(device).type for device in config.devices}
+    with_kernels = config.quantize != NONE and "cpu" in kinds and await native.prepare()
     if config.quantize != AUTO:
         return config.quantize
-    if not with_kernels:
+    if kinds != {"cpu"} or not with_kernels:
         return NONE
     if not await thread.run(pays, packed_shapes(model, family, 0), config.torch_dtype):
         return NONE

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Protocol
 
-from peer.blocks import Blocks
+from peer.spread import AnyBlocks
 from routing.errors import BadInput, DaemonFailed, NotEnoughMemory, SwarmError, TimedOut, Unreachable
 from routing.rebalancing import Lease, Rebalancer, goes_first, living, may_leave
 from routing.types import PeerId, PeerRecord, PeerState, Span
@@ -56,8 +56,8 @@ class Rebalancing:
         directory: Records,
         leases: LeaseBook,
         clock: Callable[[], float],
-        load: Callable[[Span], Awaitable[Blocks]],
-        switch: Callable[[Blocks], Awaitable[None]],
+        load: Callable[[Span], Awaitable[AnyBlocks]],
+        switch: Callable[[AnyBlocks], Awaitable[None]],
         replace: Callable[[Span, Callable[[], Awaitable[bool]]], Awaitable[bool]],
         settle_s: float = SETTLE_S,
     ):

@@ -39,14 +39,14 @@ class Scheduler:
         return len(self._decode) + len(self._prefill) + len(self._background)
 
     @property
-    def foreground_waits(self) -> bool:
-        """May be asked from another thread."""
-        return bool(self._decode or self._prefill)
-
-    @property
     def decode_waits(self) -> bool:
         """May be asked from another thread."""
         return bool(self._decode)
+
+    @property
+    def prefill_waits(self) -> bool:
+        """May be asked from another thread."""
+        return bool(self._prefill)
 
     def add(self, work: Work) -> None:
         if work.background:

@@ -6,7 +6,7 @@ session's rule is in `session.py`, the rule inside one `[entry, exit)` in `seats
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 from peer.counts import Counts
 from peer.effects import ANSWERS, Effect, Sender, SessionLimits, ToLink
@@ -30,11 +30,12 @@ class SessionTable:
         span: Span,
         make_store: Callable[[int, int], SeatStore],
         row_bytes: Callable[[Codec], int],
-        admit: Callable[[int, int], bool] = lambda layers, positions: True,
+        admit: Callable[[Sequence[tuple[int, int]], int], bool] = lambda spans, positions: True,
         way_to: Callable[[PeerId], tuple[int, int]] = lambda peer_id: (0, 0),
         limits: SessionLimits | None = None,
     ):
-        """`admit(layers, positions)` says whether that many positions fit, evicting if it must."""
+        """`admit(spans, positions)` says whether that many positions of each `(entry, exit)` fit, evicting if it
+        must."""
         self.me, self.span, self.make_store, self.row_bytes = me, span, make_store, row_bytes
         self.admit, self.way_to, self.limits = admit, way_to, limits or SessionLimits()
         self.now = 0.0
@@ -81,11 +82,11 @@ class SessionTable:
                 self._stale(frame, sender.link, session)
             return
         # What stands by is not admitted here: it never takes room from others.
-        layers = sum(hop.exit - hop.entry for hop in body.route if hop.peer_id == self.me)
+        spans = [(hop.entry, hop.exit) for hop in body.route if hop.peer_id == self.me]
         held = 0
         if session is not None:
             held = min((seat.position for seat in session.seats.values()), default=0)
-        if (self.leaving and session is None) or not self.admit(layers, max(0, count(body.names) - held)):
+        if (self.leaving and session is None) or not self.admit(spans, max(0, count(body.names) - held)):
             self.counts.sessions_refused += 1
             busy = Busy(self.limits.retry_after_ms)
             self._answer(frame, sender.link, Frame(type=FrameType.BUSY, body=busy))
@@ -233,10 +234,6 @@ class SessionTable:
         work.seat.abandoned(work)
         if self.sessions.get(session.id) is not session:
             work.seat.evict()  # closed while it waited
-
-    def upstream_of(self, work: Work) -> PeerId:
-        """Who sent the input of a work."""
-        return work.seat.session.upstream(work.frame.hop)
 
     def link_lost(self, peer_id: PeerId, reason: str, now: float) -> None:
         """Told for a connection that was renewed at once, too: what was under way is gone."""

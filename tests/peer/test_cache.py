@@ -43,7 +43,7 @@ def holds(seat: SeatCache) -> bool:
         for held, wanted in ((keys, expected), (values, -expected)):
             if not torch.equal(held[0, :, first : seat.position], wanted):
                 return False
-    return torch.equal(seat.rows(0, seat.position), marks[:, None].expand(-1, 8))
+    return torch.equal(seat.rows(0, seat.position), marks[:, None].expand(-1, seat.shape.hidden))
 
 
 def resident_bytes(seat: SeatCache) -> int:

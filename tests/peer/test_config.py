@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import NoReturn
@@ -13,12 +14,16 @@ from typer.testing import CliRunner
 
 from peer import __main__ as command
 from peer import borrowed
+from peer.capacity import Speed
 from peer.config import PeerConfig
+from peer.node import Serving
 from peer.sizes import parse_size
 from routing.errors import BadInput, ModelNotFound, NoSuchDevice, Unreachable
+from routing.types import Span
 from swarm.identity import Identity
 from swarm.joincode import JoinCode
 from swarm.manifest import Manifest
+from swarm.terminal import Console
 
 
 def test_a_region_that_nobody_could_ask_for_is_refused() -> None:
@@ -98,11 +103,48 @@ def test_the_best_device_that_is_here_is_taken(monkeypatch: pytest.MonkeyPatch) 
         PeerConfig(model="m", device="cuda")
     has["mps"] = True
     assert PeerConfig(model="m").device == "mps"
-    has["cuda"] = 2
-    assert PeerConfig(model="m").device == "cuda" and PeerConfig(model="m", device="cuda:1").device == "cuda:1"
-    assert PeerConfig(model="m", device="cpu").device == "cpu"
-    with pytest.raises(NoSuchDevice, match="cuda:2: 2 of its kind are here"):
-        PeerConfig(model="m", device="cuda:2")
-    for nonsense in ("gpu", "meta", "cuda:x"):
+    has["cuda"] = 1
+    assert PeerConfig(model="m").devices == ("cuda",)
+    has["cuda"] = 3
+    assert PeerConfig(model="m").devices == ("cuda:0", "cuda:1", "cuda:2"), "all of them"
+    assert PeerConfig(model="m", device="cuda:1").devices == ("cuda:1",)
+    assert PeerConfig(model="m", device="cuda:2, cuda:0,cpu").devices == ("cuda:2", "cuda:0", "cpu")
+    assert PeerConfig(model="m", device="cpu,cpu").devices == ("cpu", "cpu"), "each with a part of it"
+    with pytest.raises(NoSuchDevice, match="cuda:3: 3 of its kind are here"):
+        PeerConfig(model="m", device="cpu,cuda:3")
+    for nonsense in ("gpu", "meta", "cuda:x", "cpu,gpu", "cpu,", ",", "cuda:0;cuda:1", "cpu,auto"):
         with pytest.raises(BadInput, match="is not a device"):
             PeerConfig(model="m", device=nonsense)
+    for twice in ("cuda:1,cuda:1", "cuda,cpu,cuda:0", "mps,mps"):
+        with pytest.raises(BadInput, match="is named twice"):
+            PeerConfig(model="m", device=twice)
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [("cpu,gpu", "BadInput: 'gpu' is not a device"), ("cpu,", "BadInput: '' is not a device"),
+     ("cpu,cuda:7", "NoSuchDevice: this machine has no device cuda:7")],
+)  # fmt: skip
+def test_a_device_that_cannot_be_is_named_by_the_command(device: str, said: str) -> None:
+    result = CliRunner().invoke(command.app, ["m", "--device", device])
+    assert result.exit_code in (2, 6) and said in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [(("cuda:0 (blocks 0:20)", "cuda:1 (blocks 20:30)"), "computing on cuda:0 (blocks 0:20) and cuda:1 (blocks 20:30)"),
+     (("cpu",), None)],
+)  # fmt: skip
+def test_an_owner_is_told_which_device_has_what(
+    devices: tuple[str, ...], said: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    span, speed = Span(0, 30), Speed(decode={1: 1e-3}, prefill={64: 1e-2})
+    serving = Serving(
+        model="m", peer_id="me", span=span, loads=span, n_blocks=30, join_code="code", address="here",
+        weights_bytes=1 << 30, devices=devices, dtype="float32", cache_positions=1000, speed=speed,
+    )  # fmt: skip
+    command._announce(serving, Console())
+    out = capsys.readouterr().out
+    assert said in out if said else "computing on" not in out
+    command._announce(serving, Console(as_json=True))
+    assert json.loads(capsys.readouterr().out)["devices"] == list(devices)

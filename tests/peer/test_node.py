@@ -13,6 +13,7 @@ import pytest
 
 from peer import devices
 from peer.announcer import Announcer
+from peer.cache import CacheBudget
 from peer.choosing import Turn
 from peer.config import PeerConfig
 from peer.node import RESCUE_LOOKS, Node
@@ -75,7 +76,7 @@ class Loads:
 @pytest.fixture
 def loading() -> tuple[Node, Told]:
     told = Told()
-    peer: Any = SimpleNamespace(identity=Identity.generate(), thread=Slow(lambda: told.records))
+    peer: Any = SimpleNamespace(identity=Identity.generate(), threads=[Slow(lambda: told.records)])
     node = Node(PeerConfig(model="smollm2"), peer)
     node._turn = Turn(BLOCKS, Told(), lambda: 0.0)  # type: ignore[arg-type]
     node._span, node._directory = Span(0, 3), told  # type: ignore[assignment]
@@ -106,7 +107,7 @@ async def test_a_peer_whose_blocks_cannot_be_loaded_says_goodbye(loading: tuple[
 async def test_a_quantization_that_the_device_cannot_do_is_told_before_anything_is_begun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(devices, "choose_device", lambda wanted: wanted)  # as if it were here
+    monkeypatch.setattr(devices, "choose_devices", lambda wanted: (wanted,))  # as if it were here
     monkeypatch.setattr(Peer, "_take_identity", lambda self, stack: pytest.fail("something was begun"))
     with pytest.raises(UnsupportedQuantization, match="int4 is for CPUs"):
         async with Peer([PeerConfig(model="./nowhere", quantize="int4", device="cuda")]):
@@ -257,7 +258,8 @@ class Vacating:
         node._peer.memory = lambda *_, **__: None  # type: ignore[assignment]
         node._peer.nodes = [node]
         node._announcer = Announcer(node._directory, node.record, 1.0)
-        bare = SimpleNamespace(load=None, blocks=SimpleNamespace(nbytes=0), budget=SimpleNamespace(used_bytes=0))
+        blocks, budget = SimpleNamespace(bytes_by_device=(0,), places=(0,)), CacheBudget(0)
+        bare = SimpleNamespace(load=None, blocks=blocks, budget=budget)
         node._succession = SimpleNamespace(current=bare, vacate=self.vacate)  # type: ignore[assignment]
         monkeypatch.setattr(node, "_fits", lambda span, memory: True)
         node._loader = self  # type: ignore[assignment]

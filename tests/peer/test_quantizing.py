@@ -175,7 +175,7 @@ async def test_auto_is_int8_where_that_is_quicker(llama, monkeypatch):
     monkeypatch.setattr(quantizing, "pays", lambda *arguments: quicker.answer)
     assert await chosen(llama, quantize="auto", blocks=Span(0, 4)) == INT8
     with monkeypatch.context() as patch:
-        patch.setattr(devices, "choose_device", lambda wanted: wanted)  # as if it were here
+        patch.setattr(devices, "choose_devices", lambda wanted: (wanted,))  # as if it were here
         assert await chosen(llama, quantize="auto", device="cuda") == NONE
     quicker.answer = False
     assert await chosen(llama, quantize="auto") == NONE

@@ -23,7 +23,7 @@ def table() -> SessionTable:
         span=Span(3, 6),
         make_store=DigestStore,
         row_bytes=lambda codec: ROW,
-        admit=lambda layers, positions: True,
+        admit=lambda spans, positions: True,
         limits=SessionLimits(),
     )
     open_session(table, 0)

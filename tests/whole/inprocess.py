@@ -23,6 +23,7 @@ from peer.cache import CacheBudget
 from peer.capacity import Speed
 from peer.effects import SessionLimits
 from peer.service import Service
+from peer.spread import AnyBlocks, SpreadBudget, SpreadLoading
 from peer.succession import Succession
 from peer.switchboard import Switchboard
 from routing.cost import Costs
@@ -59,9 +60,10 @@ class InProcessPeer:
     address: str
 
     def __init__(
-        self, swarm: InProcessSwarm, span: Span, identity: Identity, quantization: str, cache_bytes: int,
+        self, swarm: InProcessSwarm, parts: Sequence[Span], identity: Identity, quantization: str, cache_bytes: int,
         limits: SessionLimits,
     ):  # fmt: skip
+        self.parts, span = parts, Span(parts[0].start, parts[-1].end)
         self.swarm, self.span, self.identity, self.peer_id = swarm, span, identity, identity.peer_id
         self.host = Host(f"peer {span}")
         self.alive = True
@@ -73,15 +75,14 @@ class InProcessPeer:
 
     async def _open(self) -> None:
         swarm, stack = self.swarm, self._stack
-        thread = await stack.enter_async_context(ComputeThread(threads=1))
-        blocks = await thread.run(
-            Blocks.load, swarm.checkpoint, swarm.family, self.span, swarm.dtype, "cpu", quantization=self._quantization
-        )
+        threads = [await stack.enter_async_context(ComputeThread(threads=1)) for _ in self.parts]
+        blocks = await threads[0].run(self._load)
+        budgets = [CacheBudget(self._cache_bytes) for _ in self.parts]
         self.service = Service(
             me=self.peer_id,
             blocks=blocks,
-            budget=CacheBudget(self._cache_bytes),
-            thread=thread,
+            budget=SpreadBudget(budgets) if len(budgets) > 1 else budgets[0],
+            threads=threads,
             speed=SPEED,
             limits=self._limits,
         )
@@ -104,6 +105,16 @@ class InProcessPeer:
         self.address = await self.endpoint.listen("127.0.0.1") if swarm.direct else ""
         self.service.start(self.endpoint)
 
+    def _load(self) -> AnyBlocks:
+        swarm, devices = self.swarm, ["cpu"] * len(self.parts)
+        source = swarm.checkpoint, swarm.family, self.span, swarm.dtype
+        if len(devices) == 1:
+            return Blocks.load(*source, "cpu", quantization=self._quantization)
+        loading = SpreadLoading(*source, devices, [len(part) for part in self.parts], quantization=self._quantization)
+        while not loading.whole:
+            loading.load_next()
+        return loading.blocks()
+
     async def serve_too(self, swarm: InProcessSwarm, span: str) -> Service:
         """Another model besides, before there are links."""
         service = await self.host.arun(self._serve_too(swarm, Span.parse(span)))
@@ -111,9 +122,9 @@ class InProcessPeer:
         return service
 
     async def _serve_too(self, swarm: InProcessSwarm, span: Span) -> Service:
-        thread = self.service._lane.thread
+        thread = self.service.stages[0].lane.thread
         blocks = await thread.run(Blocks.load, swarm.checkpoint, swarm.family, span, swarm.dtype)
-        service = Service(me=self.peer_id, blocks=blocks, budget=self.service.budget, thread=thread, speed=SPEED)
+        service = Service(me=self.peer_id, blocks=blocks, budget=self.service.budget, threads=[thread], speed=SPEED)
         self._stack.push_async_callback(service.close)
         switchboard = Switchboard()
         switchboard.add(self.swarm.join_code.fingerprint, Succession(self.service))
@@ -202,8 +213,10 @@ class InProcessSwarm:
         limits: SessionLimits | None = None,
         announce: bool = True,
     ) -> InProcessPeer:
+        """`cache_bytes`: on each device. `span`: as "0:2+2:3" it lies on two."""
         identity, limits = identity or Identity.generate(), limits or SessionLimits()
-        peer = InProcessPeer(self, Span.parse(span), identity, quantization, cache_bytes, limits)
+        parts = [Span.parse(part) for part in span.split("+")]
+        peer = InProcessPeer(self, parts, identity, quantization, cache_bytes, limits)
         self.peers.append(peer)
         await peer.open()
         if announce:
@@ -213,7 +226,7 @@ class InProcessSwarm:
     async def restart(self, peer: InProcessPeer) -> InProcessPeer:
         """Killed, and started anew under the same identity: an empty table, another port."""
         await asyncio.to_thread(peer.kill)
-        return await self.add(str(peer.span), identity=peer.identity)
+        return await self.add("+".join(map(str, peer.parts)), identity=peer.identity)
 
     def tell(self, peer: InProcessPeer, **changes: Any) -> None:
         """Its record, newer than the last one, in the directory."""

@@ -55,7 +55,7 @@ def spare(swarm: InProcessSwarm, peer: InProcessPeer) -> InProcessPeer:
 
 def drag(peer: InProcessPeer, delay_s: Callable[[int], float]) -> None:
     """Each pass takes so much longer, and says so. `delay_s` is told how many works are in it."""
-    real = peer.service._executor.begin
+    real = peer.service.stages[0].executor.begin
 
     def begin(items: Any) -> Any:
         packed = real(items)
@@ -68,4 +68,4 @@ def drag(peer: InProcessPeer, delay_s: Callable[[int], float]) -> None:
         packed._steps = slow()
         return packed
 
-    peer.service._executor.begin = begin  # type: ignore[method-assign]
+    peer.service.stages[0].executor.begin = begin  # type: ignore[method-assign]

@@ -26,7 +26,7 @@ def fail(peer: InProcessPeer, monkeypatch: pytest.MonkeyPatch) -> None:
     def begin(items: Any) -> Any:
         raise torch.AcceleratorError(GONE)
 
-    monkeypatch.setattr(peer.service._executor, "begin", begin)
+    monkeypatch.setattr(peer.service.stages[0].executor, "begin", begin)
     monkeypatch.setattr(devices, "computes", lambda device: False)
 
 
@@ -85,7 +85,7 @@ async def test_a_pass_that_fails_alone_ends_nobody(
             raise RuntimeError("an operator of torch's refuses these rows")
 
         with monkeypatch.context() as patch:
-            patch.setattr(failing.service._executor, "begin", begin)
+            patch.setattr(failing.service.stages[0].executor, "begin", begin)
             await text.more(5)
         assert used(swarm, session, 1) is spare(swarm, failing)
         with pytest.raises(TimeoutError):

@@ -119,5 +119,5 @@ async def test_a_soak_of_two_hundred_sessions_leaves_nothing(tiny: Path, local: 
         grown = (process.memory_info().rss - before) / 2**20
         assert grown < 64, f"{grown:.0f} MiB more than after the first forty sessions"
         for peer in swarm.peers:
-            assert not peer.service.table.sessions and not len(peer.service._scheduler)
+            assert not peer.service.table.sessions and not peer.service.pipeline.waiting
             assert peer.service.budget.used_bytes == 0 and not list(peer.service.budget.least_recent())

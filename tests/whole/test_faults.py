@@ -196,11 +196,11 @@ async def test_a_hop_that_stays_keeps_its_seat(tiny: Path, local: Reference) -> 
         stays = used(swarm, session, 1)
         swarm.tell(spare(swarm, stays), decode_s=0.99 * SPEED.decode_s)
         await model.client.refresh()
-        computed = stays.service.passes
+        computed = stays.service.pipeline.passes
         await asyncio.to_thread(used(swarm, session, 0).kill)
         await text.more(10)
         assert used(swarm, session, 1) is stays
-        assert stays.service.passes <= computed + 11
+        assert stays.service.pipeline.passes <= computed + 11
 
 
 async def test_a_spare_that_failed_once_is_used_again(tiny: Path, local: Reference) -> None:
@@ -484,13 +484,13 @@ async def test_a_peer_whose_computing_is_stuck_is_left(
         await text.more(10)
         stuck = used(swarm, session, 1)
         go_on = threading.Event()
-        real = stuck.service._executor.begin
+        real = stuck.service.stages[0].executor.begin
 
         def begin(items: Any) -> Any:
             go_on.wait(20)
             return real(items)
 
-        monkeypatch.setattr(stuck.service._executor, "begin", begin)
+        monkeypatch.setattr(stuck.service.stages[0].executor, "begin", begin)
         try:
             await text.more(5)
             assert stuck.peer_id not in session.route.peers

@@ -306,7 +306,7 @@ async def test_a_peer_that_cannot_compute_any_more_does_not_seem_to_serve(tiny: 
         def begin(items: Any) -> Any:
             raise KeyError("nobody thought of this")
 
-        peer.service._executor.begin = begin  # type: ignore[method-assign]
+        peer.service.stages[0].executor.begin = begin  # type: ignore[method-assign]
         task = asyncio.ensure_future(Scene(swarm, session, local, []).more(1))
         with pytest.raises(SwarmError, match="nobody thought of this"):
             await asyncio.wait_for(watching, 10)

@@ -120,10 +120,13 @@ def last_event(peer: LocalPeer) -> dict[str, Any]:
     return json.loads(peer.process.stdout.read().splitlines()[-1])
 
 
-async def test_a_device_is_lost_in_mid_answer(tiny: Path, local: Reference) -> None:
-    """The text goes on elsewhere; the peer says goodbye to the swarm and tells its owner why."""
-    with FailingSwarm(str(tiny), ["0:3", "3:6", "3:6"]) as swarm:
+@pytest.mark.parametrize(("device", "named"), [("cpu", "cpu"), ("cpu,cpu", "cpu (blocks 5:6)")])
+async def test_a_device_is_lost_in_mid_answer(device: str, named: str, tiny: Path, local: Reference) -> None:
+    """The text goes on elsewhere; the peer says goodbye to the swarm and tells its owner why. Of two devices it is the
+    second, which has one block of three."""
+    with FailingSwarm(str(tiny), ["0:3", "3:6", "3:6"], options=["--device", device]) as swarm:
         code = swarm.join_code
+        assert swarm.peers[1].facts["devices"] == ([named] if device == "cpu" else ["cpu (blocks 3:5)", named])
         async with SwarmModel.connect(str(tiny), join=code) as model, model.session() as session:
             ids, got = model.encode("The peers that stay"), []
             async for token in session.generate(ids, max_new_tokens=40, ignore_eos=True):
@@ -136,7 +139,7 @@ async def test_a_device_is_lost_in_mid_answer(tiny: Path, local: Reference) -> N
             assert lost.peer_id not in session.route.peers
             assert lost.process.wait(PATIENCE_S) == 6
             told = last_event(lost)
-            assert told["error"] == "DeviceLost" and told["message"] == f"cpu does not compute any more: {GONE}"
+            assert told["error"] == "DeviceLost" and told["message"] == f"{named} does not compute any more: {GONE}"
             await model._client.refresh()
             assert lost.peer_id not in {record.peer_id for record in model._client.records()}
 

@@ -94,7 +94,7 @@ async def test_what_one_model_left_makes_room_for_the_other(
         await until(lambda: not two.services[0].table.sessions)
         assert two.both.service.budget.used_bytes
         async with second.session() as session:
-            assert two.services[1].free_cache_bytes == two.both.service.budget.limit_bytes
+            assert two.services[1].free_cache_positions == two.services[1].cache_positions
             await Text(session, other_local, "Another one").more(4)
         assert two.services[0].table.counts.prefixes_evicted == 1
         assert not two.services[1].table.counts.prefixes_evicted
@@ -107,7 +107,8 @@ async def test_a_long_prompt_of_one_model_is_left_between_blocks_for_tokens_of_t
     async with two_models(tiny, other) as two, clients(two) as (first, second):
         order: list[str] = []
         for service, name in zip(two.services, ("prompt", "token"), strict=True):
-            _note_blocks(service, name, order, waits_for=two.services[1]._lane if name == "prompt" else None)
+            waits_for = two.services[1].stages[0].lane if name == "prompt" else None
+            _note_blocks(service, name, order, waits_for)
         async with first.session() as one, second.session() as another:
             token = Text(another, other_local)
             await token.more(2)
@@ -121,7 +122,7 @@ async def test_a_long_prompt_of_one_model_is_left_between_blocks_for_tokens_of_t
 
 
 def _note_blocks(service: Any, name: str, order: list[str], waits_for: Any) -> None:
-    begin = service._executor.begin
+    begin = service.stages[0].executor.begin
 
     def noted(items: Any) -> Any:
         packed = begin(items)
@@ -138,7 +139,7 @@ def _note_blocks(service: Any, name: str, order: list[str], waits_for: Any) -> N
         packed._steps = noting()
         return packed
 
-    service._executor.begin = noted
+    service.stages[0].executor.begin = noted
 
 
 def test_a_session_says_whose_it_is_and_a_model_cannot_be_there_twice() -> None:

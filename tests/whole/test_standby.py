@@ -57,7 +57,7 @@ async def test_a_lazy_standby_has_all_and_computes_nothing_until_it_is_called(ti
         taking = [stand_in(swarm, session, hop) for hop in (0, 1)]
         before = [filled(peer) for peer in taking]
         assert all(count >= len(text.ids) + 40 for count in before)
-        assert [peer.service.passes for peer in taking] == [0, 0]
+        assert [peer.service.pipeline.passes for peer in taking] == [0, 0]
         for hop in (0, 1):
             await asyncio.to_thread(used(swarm, session, hop).kill)
             await text.more(5)

@@ -35,10 +35,9 @@ class Moving:
 
     async def _succeed(self, span: Span) -> Service:
         swarm, former = self.peer.swarm, self.peer.service
-        blocks = await former._lane.thread.run(Blocks.load, swarm.checkpoint, swarm.family, span, swarm.dtype, "cpu")
-        service = Service(
-            me=former.me, blocks=blocks, budget=CacheBudget(PLENTY), thread=former._lane.thread, speed=SPEED
-        )
+        thread = former.stages[0].lane.thread
+        blocks = await thread.run(Blocks.load, swarm.checkpoint, swarm.family, span, swarm.dtype, "cpu")
+        service = Service(me=former.me, blocks=blocks, budget=CacheBudget(PLENTY), threads=[thread], speed=SPEED)
         self.peer._stack.push_async_callback(service.close)
         self.succession.succeed(service, self.peer.endpoint)
         self.peer.service, self.peer.span = service, span

@@ -20,7 +20,7 @@ from tests.whole.scenes import PROMPT, SPARED, Text, running, spare, used
 
 def meddle(peer: InProcessPeer, change: Callable[[torch.Tensor], torch.Tensor], *, hide: bool = False) -> None:
     """Its outputs are changed before they are sent and kept; with `hide` it says that they are finite."""
-    executor = peer.service._executor
+    executor = peer.service.stages[0].executor
     real = executor.begin
 
     def begin(items: Sequence[PassItem]) -> Pass:
@@ -65,7 +65,7 @@ async def test_nothing_of_a_liar_survives_its_exclusion(keep: int, tiny: Path, l
             tokens = [t.id async for t in session.generate(ids, max_new_tokens=8, ignore_eos=True)]
             liar = used(swarm, session, 1)
             honest = spare(swarm, liar)
-            del honest.service._executor.begin
+            del honest.service.stages[0].executor.begin
         assert tokens != local.greedy(ids, 8)
         downstream = used(swarm, session, 2)
         await session.exclude(liar.peer_id, from_position=keep)
@@ -84,7 +84,7 @@ async def test_a_seat_that_returns_after_an_exclusion_is_not_trusted(tiny: Path,
             meddle(peer, lambda rows: rows.flip(-1))
         lies = [t.id async for t in session.generate(text.ids, max_new_tokens=4, ignore_eos=True)]
         liar, first = used(swarm, session, 1), used(swarm, session, 2)
-        del spare(swarm, liar).service._executor.begin
+        del spare(swarm, liar).service.stages[0].executor.begin
         link = model.client.link(first.peer_id)
         assert link is not None
         link.lose("cut")
