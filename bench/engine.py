@@ -8,12 +8,13 @@ from statistics import median, quantiles
 
 from bench.children import Client
 from bench.figures import Figure, Run, decode_rate, first_token_s, gaps_s, take_turns, together_rate
-from bench.setting import Setting
+from bench.setting import WARM_TOKENS, Setting
 from swarm.local import LocalPeer
 
 NEW = 64
 SHORT, LONG = 40, 1000
 TWO_PEERS = ("0:15", "15:30")
+HALVES = ("0:5", "5:10")  # of the mixture of experts
 DTYPES = ("float32", "bfloat16")
 BESIDE_NEW = 192  # tokens of the answer that another prompt comes to
 BESIDE_PROMPT = 2000
@@ -79,23 +80,52 @@ def many(setting: Setting) -> list[Figure]:
 
 
 def experts(setting: Setting) -> list[Figure]:
-    """A random mixture of experts (8, of which each token takes 2): one session, and eight side by side."""
+    """A random mixture of experts (8, of which each token takes 2): one session, and eight side by side; in bf16 also
+    with packed weights, over the same peers without.
+    """
     figures = []
-    with (
-        setting.mixture_of_experts() as moe, moe.swarm(("0:5", "5:10")) as swarm, moe.client(swarm) as client
-    ):  # fmt: skip
+    with setting.mixture_of_experts() as moe:
         prompts = [moe.prompt(index) for index in range(8)]
-        moe.warm(client, prompts[:1])
+        with moe.swarm(HALVES) as swarm, moe.client(swarm) as client:
+            moe.warm(client, prompts[:1])
+            for count, words in ((1, "one session"), (8, "8 sessions")):
+                rounds = take_turns(
+                    min(3, moe.rounds),
+                    lambda turn: [moe.local.generate(prompts[turn], NEW)],
+                    lambda turn, count=count: client.batch(_some(prompts, turn, count), NEW),  # type: ignore[misc]
+                )
+                figure = f"mixture of experts, {words}, 2 peers of 5"
+                figures.append(Figure.of_median(figure, "x local", rounds.ratios(together_rate)))
+        moe.end_local()
+        for quantization in ("int8", "int4"):
+            figures += _packed_experts(moe, prompts, quantization)
+    return figures
+
+
+def _packed_experts(moe: Setting, prompts: list[list[int]], quantization: str) -> list[Figure]:
+    figures = []
+    options = ("--quantize", quantization)
+    with (
+        moe.swarm(HALVES, "bfloat16") as plain, moe.swarm(HALVES, "bfloat16", options) as packed,
+        moe.client(plain, "bfloat16") as without, moe.client(packed, "bfloat16") as client,
+    ):  # fmt: skip
+        for each in (without, client):
+            each.generate(prompts[0], WARM_TOKENS)
         for count, words in ((1, "one session"), (8, "8 sessions")):
             rounds = take_turns(
                 min(3, moe.rounds),
-                lambda turn: [moe.local.generate(prompts[turn], NEW)],
-                lambda turn, count=count: client.batch(prompts[turn : turn + 1] if count == 1 else prompts, NEW),  # type: ignore[misc]
+                lambda turn, count=count: without.batch(_some(prompts, turn, count), NEW),  # type: ignore[misc]
+                lambda turn, count=count: client.batch(_some(prompts, turn, count), NEW),  # type: ignore[misc]
             )
-            figures.append(
-                Figure.of_median(f"mixture of experts, {words}, 2 peers of 5", "x local", rounds.ratios(together_rate))
-            )
-    return figures
+            figure = f"mixture of experts, bfloat16, {words}, {quantization} weights"
+            figures.append(Figure.of_median(figure, "x not packed", rounds.ratios(together_rate)))
+        held = [sum(peer.facts["weights_bytes"] for peer in swarm.peers) for swarm in (packed, plain)]
+    figure = f"mixture of experts, weights in {quantization}"
+    return [*figures, Figure.of_sum(figure, "of bfloat16", [held[0] / held[1]])]
+
+
+def _some(prompts: list[list[int]], turn: int, count: int) -> list[list[int]]:
+    return prompts[turn : turn + 1] if count == 1 else prompts
 
 
 def beside(setting: Setting) -> list[Figure]:

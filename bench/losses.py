@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.prompts import PROMPTS
-from peer.blocks import importances
+from peer.packing import importances
 from swarm import native
 from swarm.checkpoint import open_checkpoint
 from swarm.few_rows import FewRows, few_rows_linear

@@ -1,8 +1,7 @@
 """Owns the blocks of a span in memory: decoder layers, the library's or those of `swarm/layers.py`, with just their
 weights. Knows no session.
 
-With a quantization every linear layer's weight is packed when it is loaded; what is no linear layer (norms, biases,
-routers, a mixture's experts) stays in the dtype. On a CPU that is `swarm/quantized.py`, elsewhere bitsandbytes.
+With a quantization weights are packed when they are loaded (`packing.py`).
 
 Layers are built on the meta device and given their tensors block by block, so that no more than the span plus
 one block is ever in memory, and the first blocks can be served before the last ones are read. What the library
@@ -11,17 +10,17 @@ computes at start and never stores (rotary frequencies) is computed here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
 from peer import attention
 from peer.cache import CacheBudget, CacheShape, SeatCache
-from peer.cuda import quantized_linear
 from peer.fused import FusedBlocks
+from peer.packing import check_packable, linears, quantize, sizes, weights
 from routing.errors import BadInput, DamagedWeights
 from routing.types import Span
 from swarm.checkpoint import Checkpoint
@@ -29,11 +28,10 @@ from swarm.families import Family, text_config
 from swarm.few_rows import FewRows, FewRowsLinear, FewRowsNorm
 from swarm.memory import Arena, placed_bytes
 from swarm.progress import Progress, silent
-from swarm.quantized import INT8, NONE, row_bytes
+from swarm.quantized import NONE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-    from transformers.pytorch_utils import Conv1D
 
 FIRST_TABLE = 512  # positions
 Stretch = tuple[int, int, bool]  # positions [start, end) of a sequence, and whether it is in longrope's long regime
@@ -183,7 +181,7 @@ class Loading:
         quantization: str = NONE,
         check: Callable[[Sequence[str]], None] | None = None,
     ):
-        """Raises BadInput (no such blocks)."""
+        """Raises BadInput (no such blocks), UnsupportedQuantization (of such layers, or on the device)."""
         config = self._config = _runtime_config(checkpoint.config)
         if span.end > family.n_blocks(config):
             raise BadInput(f"there are no blocks {span}: the model has {family.n_blocks(config)}")
@@ -195,7 +193,9 @@ class Loading:
         self._quantization, self._progress = quantization, progress
         self._available = checkpoint.tensor_names()
         self._layers = [family.build_block(config, index) for index in _range(span)]  # without weights yet
-        self._sizes = [sum(map(placed_bytes, _sizes([layer], dtype, quantization))) for layer in self._layers]
+        for layer in self._layers:
+            check_packable(layer, quantization, device)
+        self._sizes = [sum(map(placed_bytes, sizes([layer], dtype, quantization))) for layer in self._layers]
         self._few_rows = FewRows(dtype, packed=quantization != NONE)
         self._arena = Arena(self.pending_bytes) if torch.device(device).type == "cpu" else None
         self._kinds = tuple(family.rotary_kind(config, index) for index in _range(span))
@@ -257,13 +257,13 @@ def estimated_block_bytes(
     config: PreTrainedConfig, family: Family, index: int, dtype: torch.dtype, quantization: str = NONE
 ) -> int:
     """What block `index` will take in a CPU's memory, exactly, before anything is read."""
-    return sum(_sizes([family.build_block(_runtime_config(config), index)], dtype, quantization))
+    return sum(sizes([family.build_block(_runtime_config(config), index)], dtype, quantization))
 
 
-def linear_shapes(config: PreTrainedConfig, family: Family, index: int) -> list[tuple[int, int]]:
-    """(outputs, inputs) of the linear layers of block `index`."""
+def packed_shapes(config: PreTrainedConfig, family: Family, index: int) -> list[tuple[int, int]]:
+    """(outputs, inputs) of the weights of block `index` that a quantization packs; of its experts those of one."""
     layer = family.build_block(_runtime_config(config), index)
-    return [(linear.out_features, linear.in_features) for linear in map(_as_linear, (c for _, _, c in _linears(layer)))]
+    return [(each.shape[-2], each.shape[-1]) for _, each in weights(layer)]
 
 
 def cache_shape(
@@ -305,61 +305,8 @@ def _give_weights(
     assert not any(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers()))
 
 
-def _linears(layer: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Linear | Conv1D]]:
-    """(parent, name, product) of those that the library has as layers of their own."""
-    for parent in list(layer.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is torch.nn.Linear or type(child).__name__ == "Conv1D":  # the library's
-                yield parent, name, cast("torch.nn.Linear | Conv1D", child)
-
-
-def quantize(
-    layer: torch.nn.Module, quantization: str, few_rows: FewRows, dtype: torch.dtype, device: torch.device | str
-) -> None:
-    """Packs the weights of its linear layers, and moves it to the device, all else in `dtype`."""
-    ours = torch.device(device).type == "cpu"
-    important = importances(layer) if ours and quantization == INT8 else {}
-    for parent, name, child in _linears(layer):
-        linear = _as_linear(child)
-        if ours:
-            setattr(parent, name, FewRowsLinear.packing(linear, few_rows, quantization, important.get(child)))
-        else:
-            setattr(parent, name, quantized_linear(linear, quantization, dtype))
-    layer.to(dtype)  # what is floating-point yet
-    layer.to(device)
-
-
-def importances(layer: torch.nn.Module) -> dict[torch.nn.Module, torch.Tensor]:
-    """For `quantized.pack`, of products that come after one or two others of their module, input by input, as down_proj
-    after gate_proj and up_proj: what is large there has large weights before it.
-    """
-    found: dict[torch.nn.Module, torch.Tensor] = {}
-    modules: dict[torch.nn.Module, list[tuple[torch.nn.Module, torch.Tensor]]] = {}
-    for parent, _, child in _linears(layer):
-        modules.setdefault(parent, []).append((child, _as_linear(child).weight))
-    for linears in modules.values():
-        for product, weight in linears:
-            outputs, inputs = weight.shape
-            before = [other for _, other in linears if other.shape in ((inputs, outputs), (2 * inputs, outputs))]
-            if inputs > outputs and len(before) == len(linears) - 1 and 1 <= len(before) <= 2:
-                rows = torch.cat([other.view(-1, inputs, outputs) for other in before])
-                found[product] = torch.linalg.vector_norm(rows, dim=2, dtype=torch.float64).square().prod(0)
-    return found
-
-
-def _as_linear(product: torch.nn.Linear | Conv1D) -> torch.nn.Linear:
-    """gpt2's Conv1D is a linear layer with its weight transposed."""
-    if isinstance(product, torch.nn.Linear):
-        return product
-    inputs, outputs = product.weight.shape
-    with torch.device("meta"):
-        linear = torch.nn.Linear(inputs, outputs)
-    linear.weight, linear.bias = torch.nn.Parameter(product.weight.T, requires_grad=False), product.bias
-    return linear
-
-
 def _use_few_rows(layer: torch.nn.Module, few_rows: FewRows) -> None:
-    for parent, name, child in _linears(layer):
+    for parent, name, child in linears(layer):
         if isinstance(child, torch.nn.Linear):
             setattr(parent, name, FewRowsLinear.sharing(child, few_rows))
     for parent in list(layer.modules()):
@@ -375,15 +322,3 @@ def _place(layer: torch.nn.Module, arena: Arena) -> None:
 
 def _range(span: Span) -> range:
     return range(span.start, span.end)
-
-
-def _sizes(layers: Sequence[torch.nn.Module], dtype: torch.dtype, quantization: str) -> Iterator[int]:
-    """Bytes of each parameter of layers without weights, once they are loaded on a CPU."""
-    for layer in layers:
-        packed = {id(child.weight): child for _, _, child in _linears(layer)} if quantization != NONE else {}
-        for parameter in layer.parameters():
-            if id(parameter) in packed:
-                outputs, inputs = _as_linear(packed[id(parameter)]).weight.shape
-                yield outputs * row_bytes(inputs, quantization)
-            else:
-                yield parameter.numel() * dtype.itemsize

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from peer.blocks import estimated_block_bytes, linear_shapes
+from peer.blocks import estimated_block_bytes, packed_shapes
 from peer.capacity import RESERVE_BYTES, free_memory
 from peer.config import AUTO, PeerConfig
 from swarm import native
@@ -32,14 +32,16 @@ ROUNDS = 3
 async def choose(
     config: PeerConfig, model: PreTrainedConfig, family: Family, thread: ComputeThread
 ) -> str:
-    """What a peer's weights are to be quantized in. For `auto` the kernels are built if need be, and tried for a few
-    tenths of a second.
+    """What a peer's weights are to be quantized in. On a CPU the kernels are built first if need be, for how weights
+    are laid out depends on whether there are any; for `auto` they are tried for a few tenths of a second.
     """
+    kinds = {torch.device(device).type for device in config.devices}
+    with_kernels = config.quantize != NONE and "cpu" in kinds and await native.prepare()
     if config.quantize != AUTO:
         return config.quantize
-    if any(torch.device(device).type != "cpu" for device in config.devices) or not await native.prepare():
+    if kinds != {"cpu"} or not with_kernels:
         return NONE
-    if not await thread.run(pays, linear_shapes(model, family, 0), config.torch_dtype):
+    if not await thread.run(pays, packed_shapes(model, family, 0), config.torch_dtype):
         return NONE
     blocks = range(config.blocks.start, config.blocks.end) if config.blocks else ()
     needed = sum(estimated_block_bytes(model, family, index, config.torch_dtype, INT8) for index in blocks)
@@ -50,7 +52,7 @@ async def choose(
 
 
 def pays(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> bool:
-    """Whether one row through linear layers of these shapes (outputs, inputs) is quicker in int8 on this CPU."""
+    """Whether one row through weights of these shapes (outputs, inputs) is quicker in int8 on this CPU."""
     if not shapes:
         return False
     plain: list[FewRowsLinear] = []

@@ -7,9 +7,10 @@ blocks of SmolLM2 in huge pages, ms at 1 / 4 / 8 / 16 / 32 rows: fp32 ours 14.9 
 first 13.4 / 14 / 14.5 / 15.6 / 20, F.linear 18.5 / 19 / 19 / 20 / 22. In bf16 at 64 / 128 / 256 / 512 rows: ours with
 a matrix unit 13.8 / 21 / 37 / 63, the library's best 19.3 / 30 / 38 / 58.
 
-Packed weights (`quantized.py`) are read by ours alone; where the library is faster it is given the weight unpacked. The
-same linears with bf16 rows, ms at 1 / 4 / 32 / 128 rows: bf16 8.4 / 9.2 / 11 / 23, int8 3.4 / 6.8 / 11 / 27, int4
-2.7 / 6.1 / 12 / 26; with fp32 rows at 1 / 8 / 32: fp32 15 / 23 / 49, int8 3.5 / 12 / 47, int4 2.9 / 11 / 45.
+Packed weights (`quantized.py`) are read by ours alone; where the library is faster, or alone, it is given the weight
+unpacked. The same linears with bf16 rows, ms at 1 / 4 / 32 / 128 rows: bf16 8.4 / 9.2 / 11 / 23, int8 3.4 / 6.8 / 11 /
+27, int4 2.7 / 6.1 / 12 / 26; with fp32 rows at 1 / 8 / 32: fp32 15 / 23 / 49, int8 3.5 / 12 / 47, int4 2.9 / 11 / 45.
+Unpacked strip by strip, one row takes three to six times as long as with plain weights, in nf4 up to thirteen.
 
 A norm of one row of 576 is eight operations of the library, 17 us in fp32 and 43 in bf16, and one of ours, 4 and 5.
 """
@@ -24,11 +25,12 @@ import torch
 import torch.nn.functional as F
 
 from swarm import native
-from swarm.quantized import pack, unpack
+from swarm.quantized import pack, unpack, unpacked_strips
 
 WEIGHT_FIRST = 64  # rows: up to here the left operand pays in bf16
 UNMEASURED = {torch.float32: 12, torch.bfloat16: 4}  # rows up to which ours is taken, until this machine was measured
 UNMEASURED_PACKED = 64  # the same of packed weights, which the library cannot read
+IN_STRIPS = 16  # rows: up to here a weight that must be unpacked is used strip by strip, in fp32
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 96, 128, 192, 256)  # of rows, to measure at
 GIVEN_UP = 2  # counts in a row at which the library was faster
@@ -95,6 +97,10 @@ def few_rows_linear(
 def _of_library(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     rows = x.numel() // x.shape[-1]
     if weight.dtype == torch.uint8:
+        if native.kernels() is None and rows <= IN_STRIPS:
+            wide = x.float()
+            product = torch.cat([wide @ strip.T for strip in unpacked_strips(weight, x.shape[-1])], -1)
+            return (product if bias is None else product.add_(bias)).to(x.dtype)
         weight = unpack(weight, x.shape[-1], x.dtype)
     if weight.dtype != torch.bfloat16 or not 0 < rows <= WEIGHT_FIRST:
         return F.linear(x, weight, bias)

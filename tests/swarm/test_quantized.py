@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routing.errors import BadInput
-from swarm import native
+from swarm import native, quantized
 from swarm.few_rows import FewRows, FewRowsLinear, few_rows_linear
 from swarm.quantized import (
     GROUP,
@@ -80,28 +80,42 @@ def test_the_weights_of_a_gguf_file_in_q4_1_stay_exact_in_int4(kernels):
     torch.testing.assert_close(unpack(pack(weight, INT4), 256, torch.float32), weight, rtol=0, atol=1e-7)
 
 
-def test_the_weights_of_the_most_important_inputs_are_met_in_int8(kernels):
+@pytest.mark.parametrize(("quantization", "share"), [(INT8, 0.3), (INT4, 0.5)])  # a second weight may be too near
+def test_the_weights_of_the_most_important_inputs_are_met(kernels, quantization, share):
     weight, importance = random(64, 200), torch.ones(200)
     for which in ((5,), (5, 20), (5, 20, 70, 150)):  # one of a group, two, and of other groups too
         importance[list(which)] = 1e5
-        lost = (unpack(pack(weight, INT8, importance), 200, torch.float32) - weight).square().mean(0).sqrt()
+        lost = (unpack(pack(weight, quantization, importance), 200, torch.float32) - weight).square().mean(0).sqrt()
         others = [index for index in range(200) if index not in which]
-        assert lost[list(which)].max() < 0.3 * lost[others].mean()
-        assert lost[others].mean() < LOST[INT8] * weight.square().mean().sqrt()
+        assert lost[list(which)].max() < share * lost[others].mean()
+        assert lost[others].mean() < LOST[quantization] * weight.square().mean().sqrt()
 
 
-def test_inputs_with_small_weights_are_taken_for_important(kernels):
+def test_nf4_takes_the_sign_with_which_the_most_important_weight_is_nearer(kernels):
+    weight, importance = random(64, 64), torch.ones(64)
+    important = [7, 40]  # one of each group
+    alike = unpack(pack(weight, NF4, importance), 64, torch.float32)
+    importance[important] = 1e5
+    scales = (weight.view(64, 2, GROUP).abs().amax(-1) / 127).half().float()
+    either = torch.stack([scales, -scales])[..., None] * torch.tensor(NF4_CODES)  # [2, outputs, groups, 16]
+    nearest = (either - weight[:, important, None]).abs().amin(-1).amin(0)
+    found = (unpack(pack(weight, NF4, importance), 64, torch.float32) - weight)[:, important].abs()
+    torch.testing.assert_close(found, nearest, rtol=1e-4, atol=1e-6)
+    assert found.mean() < 0.9 * (alike - weight)[:, important].abs().mean()
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_inputs_with_small_weights_are_taken_for_important(kernels, quantization):
     weight = random(64, 128)
     weight[:, 40] /= 10
     assert int(guessed_importance(weight).argmax()) == 40
-    assert torch.equal(pack(weight, INT8), pack(weight, INT8, guessed_importance(weight)))
-    lost = (unpack(pack(weight, INT8), 128, torch.float32) - weight).square().mean(0).sqrt()
-    assert lost[40] < 0.1 * lost.mean()
+    assert torch.equal(pack(weight, quantization), pack(weight, quantization, guessed_importance(weight)))
+    assert not torch.equal(pack(weight, quantization), pack(weight, quantization, torch.ones(128)))
 
 
 def test_weights_on_a_grid_of_4_bits_stay_in_int8_if_some_are_important_too(kernels):
-    weight = unpack(pack(random(64, 128), INT4), 128, torch.float32)
     importance = torch.ones(128)
+    weight = unpack(pack(random(64, 128), INT4, importance), 128, torch.float32)
     importance[[5, 70]] = 30
     torch.testing.assert_close(unpack(pack(weight, INT8, importance), 128, torch.float32), weight, rtol=0, atol=4e-3)
 
@@ -119,6 +133,20 @@ def test_rows_of_another_size_are_refused(kernels):
         unpack(packed, 300, torch.float32)
     with pytest.raises((BadInput, RuntimeError), match=OTHER_SIZE):
         few_rows_linear(torch.ones(1, 300), packed, None, plenty(torch.float32))
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("at_once", [1, 300, 1000])
+def test_a_weight_is_unpacked_strip_by_strip_without_our_kernels(monkeypatch, at_once, quantization):
+    packed, x = pack(random(23, 150), quantization), random(2, 150)
+    monkeypatch.setattr(native, "_loaded", None)
+    whole, product = unpack(packed, 150, torch.float32), few_rows_linear(x, packed, None, plenty(torch.float32))
+    monkeypatch.setattr(quantized, "UNPACKED_AT_ONCE", at_once)
+    strips = list(quantized.unpacked_strips(packed, 150))
+    assert [len(strip) for strip in strips[:-1]] == [max(1, at_once // 150)] * (len(strips) - 1)
+    assert torch.equal(torch.cat(strips), whole)
+    assert torch.equal(unpack(packed, 150, torch.bfloat16), whole.bfloat16())
+    torch.testing.assert_close(few_rows_linear(x, packed, None, plenty(torch.float32)), product)
 
 
 @settings(max_examples=60)

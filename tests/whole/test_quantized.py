@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from peer.packing import importances
 from routing.constraints import Constraints
 from swarm.quantized import INT4, INT8, NF4, NONE, pack, unpack
 from tests.whole.inprocess import InProcessSwarm
@@ -26,10 +27,11 @@ def with_weights(local: Reference, weights: Mapping[str, str]) -> Reference:
             continue
         start, end = map(int, span.split(":"))
         for layer in model.model.layers[start:end]:
+            important = importances(layer.requires_grad_(False))
             for module in layer.modules():
                 if isinstance(module, torch.nn.Linear):
-                    packed = pack(module.weight.detach(), quantization)
-                    module.weight = torch.nn.Parameter(unpack(packed, module.in_features, torch.float32))
+                    packed = pack(module.weight, quantization, important.get(module))
+                    module.weight = torch.nn.Parameter(unpack(packed, module.in_features, torch.float32), False)
     return Reference.of(model, local.tokenizer)
 
 
