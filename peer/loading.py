@@ -53,13 +53,16 @@ class Loader:
     async def rest(self, grow: Callable[[AnyBlocks], None]) -> None:
         """What is missing of them then, beside the compute thread, which serves. `grow` is called with all that are
         loaded, each time that there are more. Where it fails it is tried again: what is served is of use meanwhile."""
-        loading = self._loading
+        loading, told = self._loading, ""
         assert loading is not None
         while not loading.whole:
             try:
                 await self._load_some(loading, asyncio.to_thread)
             except (SwarmError, OSError, RuntimeError, MemoryError) as error:  # RuntimeError: torch's
-                log.warning("%d of blocks %s are loaded, the next one is not: %s", loading.loaded, loading.span, error)
+                why = f"{loading.loaded} of blocks {loading.span} are loaded, the next one is not: {error}"
+                if why != told:
+                    log.warning("%s; it is tried again every %g s", why, RETRY_S)
+                told = why
                 await asyncio.sleep(RETRY_S)
             else:
                 grow(loading.blocks())

@@ -32,7 +32,8 @@ from swarm.progress import silent
 T = TypeVar("T")
 
 OURS = ("routing", "swarm", "peer")
-TOLD = ("swarm.disk_cache", "peer.measured")  # what the disk keeps or does not is the user's affair
+# What the disk keeps or does not, and what is not loaded yet, is the user's affair.
+TOLD = ("swarm.disk_cache", "peer.measured", "peer.loading")
 
 MAKE_ROOM = "Make room where the output and temporary files go, then try again."
 

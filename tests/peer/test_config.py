@@ -125,7 +125,10 @@ def test_the_best_device_that_is_here_is_taken(monkeypatch: pytest.MonkeyPatch) 
     [("cpu,gpu", "BadInput: 'gpu' is not a device"), ("cpu,", "BadInput: '' is not a device"),
      ("cpu,cuda:7", "NoSuchDevice: this machine has no device cuda:7")],
 )  # fmt: skip
-def test_a_device_that_cannot_be_is_named_by_the_command(device: str, said: str) -> None:
+def test_a_device_that_cannot_be_is_named_by_the_command(
+    device: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "setup_logging", lambda verbose: None)  # of this process
     result = CliRunner().invoke(command.app, ["m", "--device", device])
     assert result.exit_code in (2, 6) and said in result.stderr and "Traceback" not in result.stderr
 
