@@ -9,48 +9,39 @@ import asyncio
 import gc
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
-
-import torch
 
 from peer import devices
 from peer.announcer import Announcer
-from peer.blocks import Blocks, Loading, estimated_block_bytes
-from peer.borrowed import Borrowed
-from peer.capacity import Memory, Speed, mean_speed, measure
+from peer.capacity import Memory, Speed, mean_speed
 from peer.choosing import TURN_S, Turn
 from peer.config import PeerConfig
 from peer.loading import Check, Loader
-from peer.measured import kept_decode_s, machine_setting, measured, setting_of
 from peer.outside import Outside
 from peer.pipeline import Load
-from peer.quantizing import choose
 from peer.rebalancing import Rebalancing, seen
+from peer.served_model import ServedModel
 from peer.service import Service
-from peer.spread import AnyBlocks, AnyLoading, SpreadLoading, names
+from peer.spread import AnyBlocks, AnyLoading, names
 from peer.succession import Succession
 from peer.surroundings import Surroundings
-from routing.errors import BadInput, ModelNotFound, NotEnoughMemory, StartError, SwarmError
+from routing.errors import NotEnoughMemory, StartError, SwarmError
 from routing.placement import best_span
 from routing.rebalancing import rescue_comes, with_leases
 from routing.types import PeerRecord, PeerState, Span
 from routing.view import RecordsSeen, View, apply
 from swarm import manifest as manifests
 from swarm.about import ABOUT, About, public_name
-from swarm.checkpoint import Checkpoint, open_checkpoint
-from swarm.client import MANIFEST, fetch_manifest
+from swarm.client import MANIFEST
 from swarm.discovery import Directory
-from swarm.families import Family, family_of, text_config
 from swarm.hive import Hive
 from swarm.joincode import JoinCode
 from swarm.leases import Leases
 from swarm.lending import lend
-from swarm.quantized import NONE
 from swarm.reach import Doorbell
 from swarm.tasks import Meanwhile, until_one_ends
 
@@ -59,7 +50,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-JOIN_S = 30.0
 RESCUE_LOOKS, RESCUE_LOOK_S = 120, 1.0  # at who is about to serve its blocks, by a peer that leaves
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -90,16 +80,9 @@ class Node:
     def __init__(self, config: PeerConfig, peer: Peer):
         self.config, self._peer = config, peer
         self.weights: tuple[int, ...] = (0,) * len(config.devices)  # in bytes on each, once they are loaded
-        self._checkpoint: Checkpoint
-        self._borrowed: Borrowed | None = None  # where the model is not on this disk
-        self._family: Family
-        self._n_blocks = 0
-        self._quantization = NONE
-        self._manifest: manifests.Manifest | None = None
-        self._unchecked: list[str] = []  # tensors that were loaded before it was there
+        self._model = ServedModel(config, peer.progress)
         first_s = config.first_s if len(config.devices) == 1 else math.inf  # what lies on several does not grow
         self._loader = Loader(self._begin_loading, self._fetch, self._compute, first_s)
-        self._fingerprint = b""
         self._hive: Hive
         self._directory: Directory
         self._leases: Leases
@@ -149,7 +132,7 @@ class Node:
 
     async def _is_rescued(self) -> bool:
         try:
-            view, leases = await seen(self._directory, self._leases, self._n_blocks)
+            view, leases = await seen(self._directory, self._leases, self._model.n_blocks)
         except SwarmError as error:
             log.info("whether somebody comes for blocks %s cannot be found out: %s", self._span, error)
             return False
@@ -169,27 +152,20 @@ class Node:
     async def _join_and_load(self, stack: AsyncExitStack) -> AnyBlocks:
         join = JoinCode.parse(self.config.join) if self.config.join else None
         if join is None:
-            await asyncio.to_thread(self._open_model, False)
-            await self._choose_quantization()
+            await self._model.open(self._peer.threads[0], others_may_have_it=False)
             return await self._found(stack)
         async with AsyncExitStack() as meanwhile:
             hive = self._peer.hive(join.bootstrap, join.fingerprint)
             starting = await meanwhile.enter_async_context(Meanwhile(hive, Hive.close))
-            absent = await asyncio.to_thread(self._open_model, True)
-            ahead = None
-            if absent is None:
-                await self._choose_quantization()
-                if (wanted := self._wanted()) is not None:
-                    loading = self._loader.first(wanted, self._check)
-                    ahead = await meanwhile.enter_async_context(Meanwhile(loading))
-            self._fingerprint = join.fingerprint
+            model, thread, ahead = self._model, self._peer.threads[0], None
+            model.fingerprint = join.fingerprint
+            here = await model.open(thread, others_may_have_it=True)
+            if here and (wanted := self._wanted()) is not None:
+                loading = self._loader.first(wanted, model.check)
+                ahead = await meanwhile.enter_async_context(Meanwhile(loading))
             self._hive = await starting.result()
             stack.push_async_callback(self._hive.close)
-            self._manifest = await fetch_manifest(self._hive, join, JOIN_S)
-            if absent is not None:
-                self._borrowed = Borrowed(self._hive, join, self._manifest, absent, self.config.model_cache_bytes)
-                self._use(await self._borrowed.open_model(stack))
-                await self._choose_quantization()
+            await model.join(self._hive, join, thread, stack)
             self._open_directory()
             self._span = await self._choose() if ahead is None or wanted is None else wanted
             return await self._load_announced(stack, ahead)
@@ -202,9 +178,9 @@ class Node:
         announcer.renew_soon()
         async with Meanwhile(self._tell_choice(announcer)):
             if ahead is None:
-                return await self._loader.first(self._span, self._check)
+                return await self._loader.first(self._span, self._model.check)
             blocks = await ahead.result()
-            await asyncio.to_thread(self._check, self._unchecked)
+            await self._model.check_rest()
             return blocks
 
     async def _tell_choice(self, announcer: Announcer) -> None:
@@ -212,93 +188,51 @@ class Node:
         await announcer.run()
 
     async def _found(self, stack: AsyncExitStack) -> AnyBlocks:
-        """Begin a swarm: the whole checkpoint is here, and its manifest names the swarm."""
+        """Begin a swarm."""
         self._span = await self._choose()  # before all of a model is read that does not fit
-        self._manifest = await asyncio.to_thread(manifests.build, self._checkpoint, self._peer.progress)
-        self._fingerprint = manifests.fingerprint(self._manifest)
-        async with Meanwhile(self._peer.hive((), self._fingerprint), Hive.close) as starting:
+        await self._model.found()
+        async with Meanwhile(self._peer.hive((), self._model.fingerprint), Hive.close) as starting:
             blocks = await self._loader.first(self._span, None)
             self._hive = await starting.result()
         stack.push_async_callback(self._hive.close)
         self._open_directory()
         return blocks
 
-    def _open_model(self, others_may_have_it: bool) -> ModelNotFound | None:
-        """Why it is not here, where that need not be the end."""
-        try:
-            self._use(open_checkpoint(self.config.model, progress=self._peer.progress))
-        except ModelNotFound as error:
-            if not others_may_have_it:
-                raise
-            return error
-        return None
-
-    async def _choose_quantization(self) -> None:
-        thread = self._peer.threads[0]
-        self._quantization = await choose(self.config, self._checkpoint.config, self._family, thread)
-
-    def _use(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self._family = family_of(self._checkpoint.config)
-        self._n_blocks = self._family.n_blocks(text_config(self._checkpoint.config))
-
     def _open_directory(self) -> None:
         hive, identity, sequences = self._hive, self._peer.identity, self._peer.sequences
-        swarm_id = self._fingerprint
-        self._directory = Directory(hive, identity, swarm_id, self._n_blocks, sequences=sequences)
+        swarm_id, n_blocks = self._model.fingerprint, self._model.n_blocks
+        self._directory = Directory(hive, identity, swarm_id, n_blocks, sequences=sequences)
         self._leases = Leases(hive, identity, swarm_id, sequences)
-        self._turn = Turn(self._n_blocks, Leases(hive, identity, swarm_id, sequences, TURN_S), hive.dht_time)
+        self._turn = Turn(n_blocks, Leases(hive, identity, swarm_id, sequences, TURN_S), hive.dht_time)
 
     async def _choose(self) -> Span:
         """The span asked for, else what the swarm lacks most; a founder knows that nothing is covered yet."""
         if (wanted := self._wanted()) is not None:
             return wanted
-        fit = self._peer.memory(self).blocks_that_fit(self._block_bytes())
-        self._capacity = min(self._n_blocks, fit, self.config.most_blocks or fit)
-        view, now, decode_s = View({}, self._n_blocks), 0.0, 0.0
-        if self.config.join and self._capacity < self._n_blocks:
-            decode_s = await self._compute(self._kept_decode_s)
+        n_blocks, fit = self._model.n_blocks, self._peer.memory(self).blocks_that_fit(self._model.block_bytes())
+        self._capacity = min(n_blocks, fit, self.config.most_blocks or fit)
+        view, now, decode_s = View({}, n_blocks), 0.0, 0.0
+        if self.config.join and self._capacity < n_blocks:
+            decode_s = await self._compute(self._model.kept_decode_s)
             leases = await self._turn.come()
             records = await self._directory.refresh()  # not before: who had an earlier turn is in it
             view, now = with_leases(apply(view, RecordsSeen(records)), leases), self._hive.dht_time()
-        return best_span(view, self._n_blocks, self._capacity, now, decode_s=decode_s)
+        return best_span(view, n_blocks, self._capacity, now, decode_s=decode_s)
 
     def _wanted(self) -> Span | None:
         """The span asked for. Raises BadInput (no such blocks), NotEnoughMemory."""
-        wanted = self.config.blocks
+        wanted = self._model.wanted()
         if wanted is not None:
-            if wanted.end > self._n_blocks:
-                raise BadInput(f"there are no blocks {wanted}: the model has {self._n_blocks}")
-            self._peer.memory(self).check(wanted, self._block_bytes())
+            self._peer.memory(self).check(wanted, self._model.block_bytes())
         return wanted
-
-    def _block_bytes(self) -> int:
-        """Of the greatest of some blocks, in memory."""
-        config, some = self._checkpoint.config, range(0, self._n_blocks, max(1, self._n_blocks // 4))
-        dtype, quantization = self.config.torch_dtype, self._quantization
-        return max(estimated_block_bytes(config, self._family, i, dtype, quantization) for i in some)
 
     async def _fetch(self, span: Span) -> None:
         """The weights of `span` from other peers, where the model is not on this disk."""
-        if self._borrowed is not None:
-            records = await self._directory.refresh()
-            await self._borrowed.fetch(self._checkpoint, self._family, span, records, self._peer.progress)
-
-    def _check(self, names: Sequence[str]) -> None:
-        """Tensors of a swarm that was joined must be those of its manifest; a founder's have just made it. Until it is
-        there they are put down, to be checked then: nobody is served before."""
-        if self._manifest is None:
-            self._unchecked += names
-        else:
-            manifests.check(self._checkpoint, names, self._manifest)
+        if self._model.is_borrowed:
+            await self._model.fetch(span, await self._directory.refresh())
 
     def _begin_loading(self, span: Span, check: Check | None) -> AnyLoading:
-        config, progress, quantization = self.config, self._peer.progress, self._quantization
-        source = self._checkpoint, self._family, span, config.torch_dtype
-        if len(config.devices) == 1:
-            return Loading(*source, config.device, progress, quantization=quantization, check=check)
-        shares = self._peer.memory(self).shares(len(span), self._block_bytes())
-        return SpreadLoading(*source, config.devices, shares, progress, quantization=quantization, check=check)
+        return self._model.begin_loading(span, check, self._peer.memory(self))
 
     async def _compute(self, work: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """On the first device's compute thread. Raises NotEnoughMemory or DeviceLost for what torch and the system say
@@ -320,17 +254,17 @@ class Node:
         self._speed = await self._measured(blocks)
         self._succession = Succession(self._make_service(blocks, self._speed))
         stack.push_async_callback(self._succession.close)
-        self._peer.switchboard.add(self._fingerprint, self._succession)
+        self._peer.switchboard.add(self._model.fingerprint, self._succession)
 
     async def serve(self, stack: AsyncExitStack) -> None:
         """Take sessions, and tell the swarm."""
         hive, peer, service = self._hive, self._peer, self._service
         service.start(peer.endpoint)
-        assert self._manifest is not None
-        manifest = manifests.to_bytes(self._manifest)
+        assert self._model.manifest is not None
+        manifest = manifests.to_bytes(self._model.manifest)
         await hive.serve_blob(MANIFEST, lambda: manifest)
         bootstrap = tuple(await hive.addresses())
-        await lend(hive, self._checkpoint)
+        await lend(hive, self._model.checkpoint)
         about = self._about(bootstrap).to_bytes()
         await hive.serve_blob(ABOUT, lambda: about)
         await Doorbell(hive, self._directory, peer.addresses).serve()
@@ -343,7 +277,7 @@ class Node:
         self._surroundings = Surroundings(
             peer.endpoint,
             self._directory,
-            self._n_blocks,
+            self._model.n_blocks,
             span=lambda: self._span,
             clock=hive.dht_time,
             tell=self._announcer.renew_soon,
@@ -351,20 +285,20 @@ class Node:
         hive.daemon.on_restart.append(self._announce_again)
         if peer.metrics is not None:
             served = self._succession
-            peer.metrics.watch_service(self.name, self._fingerprint, lambda: next(iter(served.services), None))
-            peer.metrics.watch_directory(self.name, self._fingerprint, self.record, self._announcer, hive)
-        code = JoinCode(bootstrap=bootstrap, fingerprint=self._fingerprint)
+            peer.metrics.watch_service(self.name, self._model.fingerprint, lambda: next(iter(served.services), None))
+            peer.metrics.watch_directory(self.name, self._model.fingerprint, self.record, self._announcer, hive)
+        code = JoinCode(bootstrap=bootstrap, fingerprint=self._model.fingerprint)
         self.serving = Serving(
             model=self.config.model,
             peer_id=service.me,
             span=service.blocks.span,
             loads=self._span,
-            n_blocks=self._n_blocks,
+            n_blocks=self._model.n_blocks,
             join_code=code.encode(),
             address=", ".join(peer.addresses) or "only through the swarm's own network",
             weights_bytes=self.weights_bytes,
             devices=names(service.blocks),
-            dtype=self._dtype,
+            dtype=self._model.dtype,
             cache_positions=service.cache_positions,
             speed=self._speed,
             metrics=peer.metrics_url,
@@ -375,29 +309,12 @@ class Node:
         """Of its model, in front of others."""
         return public_name(self.config.model)
 
-    @property
-    def _dtype(self) -> str:
-        """As records state it."""
-        return self.config.dtype if self._quantization == NONE else f"{self.config.dtype}/{self._quantization}"
-
-    def _kept_decode_s(self) -> float:
-        """How fast this machine was when it served some blocks of this model; 0: it never did so."""
-        setting = machine_setting(torch.device(self.config.devices[0]), self._fingerprint, self._dtype)
-        return kept_decode_s(setting, self._measurements)
-
-    @property
-    def _measurements(self) -> Path:
-        return self._checkpoint.cache_dir / "measured"
-
     async def _measured(self, blocks: AnyBlocks) -> Speed:
         """Of a block, on each device by itself."""
-
-        def of(part: Blocks) -> Speed:
-            setting = setting_of(part, self._fingerprint, self._dtype)
-            return measured(part, setting, self._measurements, measure)
-
-        parts = zip(blocks.places, blocks.parts, strict=True)
-        return mean_speed([(len(part.span), await self._compute_on(place, partial(of, part))) for place, part in parts])
+        speeds = []
+        for place, part in zip(blocks.places, blocks.parts, strict=True):
+            speeds.append((len(part.span), await self._compute_on(place, partial(self._model.measured, part))))
+        return mean_speed(speeds)
 
     def _make_service(self, blocks: AnyBlocks, speed: Speed) -> Service:
         peer = self._peer
@@ -429,7 +346,7 @@ class Node:
     def _rebalancing(self) -> Rebalancing:
         return Rebalancing(
             me=self._peer.identity.peer_id,
-            n_blocks=self._n_blocks,
+            n_blocks=self._model.n_blocks,
             capacity=self._capacity,
             directory=self._directory,
             leases=self._leases,
@@ -443,7 +360,7 @@ class Node:
         """Off the compute thread, which goes on serving. Raises NotEnoughMemory if both spans do not fit."""
         if not self._fits(span, self._peer.memory(self, taken=self._service_bytes)):
             raise NotEnoughMemory(f"blocks {span} do not fit beside {self._span}")
-        return await self._loader.beside(span, self._check)
+        return await self._loader.beside(span, self._model.check)
 
     async def _switch(self, blocks: AnyBlocks) -> None:
         """Serve other blocks, and hand over the sessions that need the old ones."""
@@ -469,7 +386,7 @@ class Node:
         for wanted in (span, former):
             self._tell_state(PeerState.JOINING, wanted)
             try:
-                self._succeed(await self._loader.beside(wanted, self._check), load)
+                self._succeed(await self._loader.beside(wanted, self._model.check), load)
             except (SwarmError, OSError, RuntimeError, MemoryError) as error:  # RuntimeError: torch's
                 log.warning("blocks %s could not be loaded: %s", wanted, error)
                 problems.append(str(error))
@@ -507,7 +424,7 @@ class Node:
 
     def _fits(self, span: Span, memory: Memory) -> bool:
         try:
-            return memory.blocks_that_fit(self._block_bytes()) >= len(span)
+            return memory.blocks_that_fit(self._model.block_bytes()) >= len(span)
         except NotEnoughMemory:
             return False
 
@@ -533,7 +450,7 @@ class Node:
             cache_free=service.free_cache_positions,
             cache_total=service.cache_positions,
             place=place if (place := self._peer.endpoint.coordinates.coordinate).known else None,
-            dtype=self._dtype,
+            dtype=self._model.dtype,
             region=self.config.region.lower(),
             int8_value_s=self._speed.int8_value_s,
         )
@@ -541,8 +458,8 @@ class Node:
     def _about(self, bootstrap: tuple[str, ...]) -> About:
         return About(
             model=self.name,
-            family=self._family.name,
-            n_blocks=self._n_blocks,
+            family=self._model.family.name,
+            n_blocks=self._model.n_blocks,
             dtype=self.config.dtype,
             bootstrap=bootstrap,
         )

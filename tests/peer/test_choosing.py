@@ -14,11 +14,13 @@ from peer.announcer import Announcer
 from peer.choosing import TURN_S, Turn
 from peer.config import PeerConfig
 from peer.node import Node
+from peer.served_model import ServedModel
 from routing.types import PeerRecord, PeerState, Span
 from swarm.discovery import Directory, Sequences
 from swarm.hive import Entry
 from swarm.identity import Identity
 from swarm.leases import Leases
+from swarm.progress import silent
 from tests.swarm.test_discovery import BLOCKS, SWARM, Shelf, ShelfHive
 from tests.whole.stand_ins import until
 
@@ -53,8 +55,8 @@ class FarHive(ShelfHive):
 
 @pytest.fixture(autouse=True)
 def any_block_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Node, "_block_bytes", lambda self: 1)
-    monkeypatch.setattr(Node, "_kept_decode_s", lambda self: 0.0)
+    monkeypatch.setattr(ServedModel, "block_bytes", lambda self: 1)
+    monkeypatch.setattr(ServedModel, "kept_decode_s", lambda self: 0.0)
     monkeypatch.setattr("peer.choosing.LOOK_S", 0.0)
 
 
@@ -65,9 +67,10 @@ async def at_once(work: Any) -> Any:
 def newcomer(shelf: Shelf, rng: random.Random, most_blocks: int = HALF) -> Node:
     """As it is when it has joined."""
     identity, room = Identity.generate(), SimpleNamespace(blocks_that_fit=lambda block_bytes: BLOCKS)
-    peer: Any = SimpleNamespace(identity=identity, memory=lambda node: room, threads=[SimpleNamespace(run=at_once)])
+    threads = [SimpleNamespace(run=at_once)]
+    peer: Any = SimpleNamespace(identity=identity, memory=lambda node: room, threads=threads, progress=silent)
     node, hive = Node(PeerConfig(model="smollm2", join="CODE", most_blocks=most_blocks), peer), FarHive(shelf, rng)
-    node._n_blocks, node._hive = BLOCKS, hive  # type: ignore[assignment]
+    node._model.n_blocks, node._hive = BLOCKS, hive  # type: ignore[assignment]
     sequences = Sequences()
     node._directory = Directory(hive, identity, SWARM, BLOCKS, sequences=sequences)
     node._turn = Turn(BLOCKS, Leases(hive, identity, SWARM, sequences, TURN_S), hive.dht_time)

@@ -24,6 +24,7 @@ from routing.types import PeerRecord, PeerState, Span
 from routing.view import RecordsSeen, View, apply
 from swarm import manifest as manifests
 from swarm.identity import Identity
+from swarm.progress import silent
 from swarm.tasks import Meanwhile
 from tests.routing.test_placement import UNLIKE_HALVES
 from tests.whole.stand_ins import until
@@ -77,7 +78,9 @@ class Loads:
 @pytest.fixture
 def loading() -> tuple[Node, Told]:
     told = Told()
-    peer: Any = SimpleNamespace(identity=Identity.generate(), threads=[Slow(lambda: told.records)])
+    peer: Any = SimpleNamespace(
+        identity=Identity.generate(), threads=[Slow(lambda: told.records)], progress=silent
+    )
     node = Node(PeerConfig(model="smollm2"), peer)
     node._turn = Turn(BLOCKS, Told(), lambda: 0.0)  # type: ignore[arg-type]
     node._span, node._directory = Span(0, 3), told  # type: ignore[assignment]
@@ -104,8 +107,8 @@ async def test_a_newcomer_whose_speed_was_kept_chooses_by_it(
     node.config = PeerConfig(model="smollm2", join="a code", most_blocks=2)
     node._peer.threads = [Slow(lambda: True)]  # type: ignore[list-item]
     node._peer.memory = lambda _: SimpleNamespace(blocks_that_fit=lambda _: 2)  # type: ignore[assignment, return-value]
-    node._n_blocks, node._hive = 4, SimpleNamespace(dht_time=lambda: 0.0)  # type: ignore[assignment]
-    monkeypatch.setattr(node, "_block_bytes", lambda: 1)
+    node._model.n_blocks, node._hive = 4, SimpleNamespace(dht_time=lambda: 0.0)  # type: ignore[assignment]
+    monkeypatch.setattr(node._model, "block_bytes", lambda: 1)
 
     async def none() -> list[Any]:
         return []
@@ -116,7 +119,7 @@ async def test_a_newcomer_whose_speed_was_kept_chooses_by_it(
     node._turn, node._directory = SimpleNamespace(come=none), SimpleNamespace(refresh=refresh)  # type: ignore[assignment]
     chosen = []
     for kept_s in (0.0, 0.002):
-        monkeypatch.setattr(node, "_kept_decode_s", lambda kept_s=kept_s: kept_s)
+        monkeypatch.setattr(node._model, "kept_decode_s", lambda kept_s=kept_s: kept_s)
         chosen.append(await node._choose())
     assert chosen == [Span(2, 4), Span(1, 3)]
 
@@ -147,15 +150,15 @@ async def test_blocks_that_load_ahead_of_the_manifest_are_compared_with_it(
     compared: list[Any] = []
 
     async def load() -> Any:
-        node._check(["a", "b"])
-        node._manifest = "the manifest"  # type: ignore[assignment]
-        node._check(["c"])
+        node._model.check(["a", "b"])
+        node._model.manifest = "the manifest"  # type: ignore[assignment]
+        node._model.check(["c"])
         return await node._compute(lambda: "the blocks")
 
     def differs(*_: Any) -> None:
         raise DamagedWeights("a tensor is not the swarm's")
 
-    node._checkpoint = None  # type: ignore[assignment]
+    node._model.checkpoint = None  # type: ignore[assignment]
     monkeypatch.setattr(manifests, "check", lambda checkpoint, names, manifest: compared.append(names))
     async with AsyncExitStack() as stack, Meanwhile(load()) as ahead:
         assert await node._load_announced(stack, ahead) == "the blocks"
