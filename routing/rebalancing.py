@@ -41,9 +41,12 @@ class Rebalancer:
         self, view: View, leases: Iterable[Lease], capacity_blocks: int, now: float, *, rescue: bool = False
     ) -> Move | None:
         """Where to move now, if anywhere. Others that are about to move count where they go. `rescue`: a look out of
-        turn, for blocks without peers alone; it proves nothing else."""
+        turn, for blocks without peers alone; it proves nothing else. Where a token would take longer then, more of them
+        must be wanted."""
         others = [lease for lease in living(leases, now) if lease.peer_id != self._me]
         move = better_span(with_leases(view, others), self._me, capacity_blocks, now)
+        if move is not None and move.slows and not move.rescues and not is_waited_for(view, move.span, now):
+            move = None
         if rescue and (move is None or not move.rescues):
             return None
         if move is None:
@@ -55,6 +58,16 @@ class Rebalancer:
             return None
         mine = Lease(peer_id=self._me, span=move.span, since=now, expires_at=now)
         return None if any(overlap(view, mine, other) for other in others) else move
+
+
+def is_waited_for(view: View, span: Span, now: float) -> bool:
+    """Whether steps wait longer than a whole pass for a peer that serves some of these blocks: only then would more
+    tokens a second be of use to anybody."""
+    return any(
+        record.queue_s > len(record.span) * record.decode_s > 0
+        for record in view.alive(now, PeerState.SERVING)
+        if record.span.start < span.end and span.start < record.span.end
+    )
 
 
 def living(leases: Iterable[Lease], now: float) -> list[Lease]:

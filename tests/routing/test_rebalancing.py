@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -12,6 +13,7 @@ from routing.rebalancing import (
     Lease,
     Rebalancer,
     goes_first,
+    is_waited_for,
     may_choose,
     may_leave,
     overlap,
@@ -42,22 +44,40 @@ HALVES = view_of(4, ("fast", "0:2", SERVING), ("a", "0:2", SERVING), ("z", "2:4"
 })  # fmt: skip
 
 
+def waiting(view: View, peer: str, queue_s: float) -> View:
+    return View({**view.records, peer: replace(view.records[peer], queue_s=queue_s)}, view.n_blocks)
+
+
+BUSY = waiting(HALVES, "z", 0.05)  # longer than a pass
+
+
 def test_a_move_that_makes_tokens_slower_leaves_others_time_to_make_one_that_does_not():
     """Between the halves the fast one doubles the throughput, and so does the other one in the weaker half."""
     fast, other = Rebalancer("fast"), Rebalancer("a")
-    assert [fast.look(HALVES, [], 2, 0.0), other.look(HALVES, [], 2, 0.0), fast.look(HALVES, [], 2, 0.0)] == [None] * 3
-    move = other.look(HALVES, [], 2, 0.0)
+    assert [fast.look(BUSY, [], 2, 0.0), other.look(BUSY, [], 2, 0.0), fast.look(BUSY, [], 2, 0.0)] == [None] * 3
+    move = other.look(BUSY, [], 2, 0.0)
     assert move.span == Span(2, 4) and not move.slows and move.tokens_per_s == pytest.approx(50)
-    after = moved(HALVES, {"a": move.span})
+    after = moved(BUSY, {"a": move.span})
     assert all(fast.look(after, [], 2, 0.0) is None for _ in range(PATIENT))
 
 
 def test_if_nobody_makes_it_the_throughput_comes_first():
     fast = Rebalancer("fast")
-    *before, move = [fast.look(HALVES, [], 2, 0.0) for _ in range(PATIENT)]
+    *before, move = [fast.look(BUSY, [], 2, 0.0) for _ in range(PATIENT)]
     assert before == [None] * (PATIENT - 1)
     assert move.span == Span(1, 3) and move.slows and move.tokens_per_s == pytest.approx(50)
-    assert fastest_s(moved(HALVES, {"fast": move.span})) > fastest_s(HALVES)
+    assert fastest_s(moved(BUSY, {"fast": move.span})) > fastest_s(BUSY)
+
+
+@pytest.mark.parametrize("peer", ["a", "fast"])
+def test_where_nobody_waits_no_tokens_are_made_slower_for_more_of_them(peer):
+    """Neither where a step waits for less than a pass, nor where it waits for blocks that stay as weak."""
+    look = Rebalancer("fast").look
+    assert all(look(HALVES, [], 2, 0.0) is None for _ in range(2 * PATIENT))
+    waits = waiting(HALVES, peer, 0.039 if peer == "a" else 0.019)
+    assert all(look(waits, [], 2, 0.0) is None for _ in range(2 * PATIENT))
+    assert is_waited_for(waiting(HALVES, peer, 0.05), Span(1, 3), 0.0)
+    assert not is_waited_for(waiting(HALVES, peer, 0.05), Span(2, 4), 0.0)
 
 
 def test_a_gain_that_went_away_begins_anew():
