@@ -38,11 +38,12 @@ EXAMPLE = """
 Serve blocks of MODEL to a swarm: join one with --join CODE, or begin a new one and get its code.
 
 Several models are served by one peer, each to its own swarm: give --join (and --blocks, if at all) once for each
-model, in the order of the models. "--join new" begins a swarm for that model.
+model, in the order of the models. In place of a code, new begins a swarm.
 
 MODEL is a directory with config.json and safetensors files, a .gguf file, a hub id, or smollm2 (the small model
 that comes with this package). Ctrl-C leaves the swarm in good order.
 
+\b
 Example:  swarm serve smollm2 --blocks 0:15
           swarm serve smollm2 --join CODE
           swarm serve smollm2 ./other-model --join CODE --join new

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from peer.effects import SessionLimits
 from tests.whole.inprocess import InProcessModel, InProcessPeer, InProcessSwarm
@@ -16,6 +17,7 @@ from tests.whole.reference import Reference
 from tests.whole.scenes import Text, running
 from tests.whole.stand_ins import Deaf
 
+pytestmark = pytest.mark.beside
 CHAIN = ["0:3", "3:6"]
 SLOW_S = 0.2
 
