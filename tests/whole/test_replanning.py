@@ -108,9 +108,9 @@ async def test_a_prompt_tells_how_fast_its_peers_are_with_prompts(tiny: Path, lo
 async def test_no_move_where_all_are_equal(tiny: Path, local: Reference) -> None:
     async with running(tiny, SPARED, learns=True) as (swarm, model), model.session() as session:
         for peer in swarm.peers:
-            drag(peer, lambda _: USUAL_S)
+            drag(peer, lambda _: 4 * USUAL_S)  # what a busy machine adds is little beside it
         text = Text(session, local, PROMPT)
-        await text.more(120)
+        await text.more(45)
         assert len(session.recoveries) == 1
 
 
