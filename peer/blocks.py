@@ -112,25 +112,6 @@ class Blocks:
     block_bytes: tuple[int, ...] = field(repr=False)
     windows: dict[int, int] = field(repr=False)  # of blocks whose attention has one, once they have run
 
-    @classmethod
-    def load(
-        cls,
-        checkpoint: Checkpoint,
-        family: Family,
-        span: Span,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        progress: Progress = silent,
-        *,
-        quantization: str = NONE,
-        check: Callable[[Sequence[str]], None] | None = None,
-    ) -> Blocks:
-        """All of `span`. Arguments and errors are those of `Loading`."""
-        loading = Loading(checkpoint, family, span, dtype, device, progress, quantization=quantization, check=check)
-        while not loading.whole:
-            loading.load_next()
-        return loading.blocks()
-
     @property
     def parts(self) -> tuple[Blocks, ...]:
         """One for each device; see `Spread`."""
@@ -235,6 +216,12 @@ class Loading:
         self._layers[offset] = layer
         self.loaded += 1
         self._progress(f"loading blocks {self.span}", self.loaded, len(self.span))
+
+    def load_all(self) -> Blocks:
+        """What is missing yet. Raises what `load_next` raises."""
+        while not self.whole:
+            self.load_next()
+        return self.blocks()
 
     def blocks(self) -> Blocks:
         """Those that are loaded, at least one. Those of earlier calls share all with them."""

@@ -70,7 +70,7 @@ class Loader:
     async def beside(self, span: Span, check: Check) -> AnyBlocks:
         """All of `span`, beside the compute thread, which goes on serving."""
         await self._fetch(span)
-        return await asyncio.to_thread(self._load_all, span, check)
+        return await asyncio.to_thread(lambda: self._begin(span, check).load_all())
 
     async def _load_some(self, loading: AnyLoading, run: Run, until: float | None = None) -> None:
         """As many blocks as there are already, or until `until`: of more blocks at once more peers lend at once."""
@@ -81,9 +81,3 @@ class Loader:
             await run(loading.load_next)
             if until is not None and time.monotonic() >= until:
                 return
-
-    def _load_all(self, span: Span, check: Check) -> AnyBlocks:
-        loading = self._begin(span, check)
-        while not loading.whole:
-            loading.load_next()
-        return loading.blocks()

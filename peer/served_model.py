@@ -127,12 +127,16 @@ class ServedModel:
 
     def begin_loading(self, span: Span, check: Check | None, memory: Memory) -> AnyLoading:
         """`memory`: what is free on each device, where there are several."""
-        config, progress, quantization = self._config, self._progress, self._quantization
-        source = self.checkpoint, self.family, span, config.torch_dtype
-        if len(config.devices) == 1:
-            return Loading(*source, config.device, progress, quantization=quantization, check=check)
-        shares = memory.shares(len(span), self.block_bytes())
-        return SpreadLoading(*source, config.devices, shares, progress, quantization=quantization, check=check)
+
+        def on(part: Span, device: str) -> Loading:
+            dtype, quantization = self._config.torch_dtype, self._quantization
+            source = self.checkpoint, self.family, part, dtype, device, self._progress
+            return Loading(*source, quantization=quantization, check=check)
+
+        devices = self._config.devices
+        if len(devices) == 1:
+            return on(span, devices[0])
+        return SpreadLoading(on, span, devices, memory.shares(len(span), self.block_bytes()))
 
     # -- its speed here --------------------------------------------------------------------------------------
 

@@ -17,10 +17,6 @@ from peer.cache import CacheBudget, CacheShape, SeatCache
 from peer.devices import failure
 from routing.errors import BadInput
 from routing.types import Span
-from swarm.checkpoint import Checkpoint
-from swarm.families import Family
-from swarm.progress import Progress, silent
-from swarm.quantized import NONE
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,30 +51,16 @@ class SpreadLoading:
     """The blocks of a span, read in their order onto one device after the other. See `Loading`."""
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        family: Family,
-        span: Span,
-        dtype: torch.dtype,
-        devices: Sequence[str],
-        shares: Sequence[int],
-        progress: Progress = silent,
-        *,
-        quantization: str = NONE,
-        check: Callable[[Sequence[str]], None] | None = None,
+        self, begin: Callable[[Span, str], Loading], span: Span, devices: Sequence[str], shares: Sequence[int]
     ):
-        """`shares`: how many blocks each device gets. Raises BadInput (no such blocks)."""
+        """`begin` opens the loading of a span on one device; `shares`: how many blocks each gets."""
         assert sum(shares) == len(span) and len(shares) == len(devices)
         self.span, self._devices = span, devices
         self._places = tuple(place for place, share in enumerate(shares) if share)
         self._parts, start = [], span.start
         for place in self._places:
             part = Span(start, start + shares[place])
-            self._parts.append(
-                Loading(
-                    checkpoint, family, part, dtype, devices[place], progress, quantization=quantization, check=check
-                )
-            )
+            self._parts.append(begin(part, devices[place]))
             start = part.end
 
     @property
@@ -101,6 +83,12 @@ class SpreadLoading:
             part.load_next()
         except (RuntimeError, MemoryError, OSError) as error:
             raise failure(error, self._devices[place]) or error from error
+
+    def load_all(self) -> Spread:
+        """What is missing yet. Raises what `load_next` raises."""
+        while not self.whole:
+            self.load_next()
+        return self.blocks()
 
     def blocks(self) -> Spread:
         """All of them, once they are loaded."""

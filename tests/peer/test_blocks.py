@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from peer.attention import NAME
 from peer.blocks import (
-    Blocks,
+    Loading,
     RotaryTables,
     cache_shape,
     estimated_block_bytes,
@@ -41,14 +41,14 @@ def test_only_the_span_is_read_each_block_checked_before(checkpoint, monkeypatch
 
     monkeypatch.setattr(type(checkpoint), "load", spy)
     reports = []
-    Blocks.load(
+    Loading(
         checkpoint,
         family,
         Span(1, 3),
         torch.float32,
         progress=lambda label, done, total: reports.append((done, total)),
         check=lambda names: events.append(("check", tuple(names))),
-    )
+    ).load_all()
     wanted = [family.block_tensors(checkpoint.config, index, available) for index in (1, 2)]
     assert events == [(what, names) for names in wanted for what in ("check", "load")]
     assert reports == [(1, 2), (2, 2)]
@@ -57,7 +57,7 @@ def test_only_the_span_is_read_each_block_checked_before(checkpoint, monkeypatch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_weights_are_all_there_once_and_cost_what_was_said(checkpoint, dtype):
     family = family_of(checkpoint.config)
-    blocks = Blocks.load(checkpoint, family, Span(1, 4), dtype)
+    blocks = Loading(checkpoint, family, Span(1, 4), dtype).load_all()
     for index, (layer, nbytes) in enumerate(zip(blocks.layers, blocks.block_bytes, strict=True), start=1):
         tensors = [*layer.parameters(), *layer.buffers()]
         assert not any(tensor.is_meta or tensor.requires_grad for tensor in tensors)
@@ -74,13 +74,13 @@ def test_the_weights_are_all_there_once_and_cost_what_was_said(checkpoint, dtype
 
 def test_the_configuration_given_stays_as_it_is(checkpoint):
     before = dict(vars(checkpoint.config))
-    Blocks.load(checkpoint, family_of(checkpoint.config), Span(0, 1), torch.float32)
+    Loading(checkpoint, family_of(checkpoint.config), Span(0, 1), torch.float32).load_all()
     assert vars(checkpoint.config) == before
     assert checkpoint.reference_model().config._attn_implementation != NAME
 
 
 def test_layers_know_their_place(checkpoint):
-    blocks = Blocks.load(checkpoint, family_of(checkpoint.config), Span(2, 4), torch.float32)
+    blocks = Loading(checkpoint, family_of(checkpoint.config), Span(2, 4), torch.float32).load_all()
     # Some MLPs (hunyuan) have a place as well, which is None and never read.
     places = {vars(module).get("layer_idx") for layer in blocks.layers for module in layer.modules()}
     assert places - {None} == {2, 3}
@@ -89,8 +89,8 @@ def test_layers_know_their_place(checkpoint):
 def test_blocks_that_are_not_there_are_refused(checkpoint):
     family = family_of(checkpoint.config)
     with pytest.raises(BadInput, match="4"):
-        Blocks.load(checkpoint, family, Span(3, 5), torch.float32)
-    blocks = Blocks.load(checkpoint, family, Span(1, 3), torch.float32)
+        Loading(checkpoint, family, Span(3, 5), torch.float32).load_all()
+    blocks = Loading(checkpoint, family, Span(1, 3), torch.float32).load_all()
     for entry, exit in ((0, 2), (2, 4), (2, 2)):
         with pytest.raises(BadInput):
             blocks.seat(entry, exit)
@@ -102,7 +102,7 @@ def test_a_tensor_of_another_shape_is_damage(llama):
     (llama / "config.json").write_text(json.dumps(config))
     checkpoint = open_checkpoint(str(llama))
     with pytest.raises(DamagedWeights, match=r"mlp.*block 1.*136"):
-        Blocks.load(checkpoint, family_of(checkpoint.config), Span(1, 2), torch.float32)
+        Loading(checkpoint, family_of(checkpoint.config), Span(1, 2), torch.float32).load_all()
 
 
 def test_a_missing_tensor_is_damage(llama):
@@ -111,9 +111,9 @@ def test_a_missing_tensor_is_damage(llama):
     save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
     checkpoint = open_checkpoint(str(llama))
     family = family_of(checkpoint.config)
-    Blocks.load(checkpoint, family, Span(0, 1), torch.float32)
+    Loading(checkpoint, family, Span(0, 1), torch.float32).load_all()
     with pytest.raises(DamagedWeights, match="up_proj"):
-        Blocks.load(checkpoint, family, Span(0, 2), torch.float32)
+        Loading(checkpoint, family, Span(0, 2), torch.float32).load_all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -151,7 +151,7 @@ def test_longrope_has_tables_for_each_regime(tmp_path):
 
 def test_gemma3_has_two_kinds_of_rotary_embedding(tmp_path):
     checkpoint = open_checkpoint(str(make_tiny("gemma3_text", tmp_path)))
-    blocks = Blocks.load(checkpoint, family_of(checkpoint.config), Span(0, 4), torch.float32)
+    blocks = Loading(checkpoint, family_of(checkpoint.config), Span(0, 4), torch.float32).load_all()
     assert blocks.rotary_kinds == ("sliding_attention", "full_attention") * 2
     tables = blocks.rotary.rows([(0, 9, False)])
     assert not torch.equal(tables["sliding_attention"][0], tables["full_attention"][0])
@@ -160,7 +160,7 @@ def test_gemma3_has_two_kinds_of_rotary_embedding(tmp_path):
 def test_linears_choose_their_kernel_and_lie_in_one_stretch(llama):
     checkpoint = open_checkpoint(str(llama))
     for dtype in (torch.bfloat16, torch.float32):
-        blocks = Blocks.load(checkpoint, family_of(checkpoint.config), Span(0, 2), dtype)
+        blocks = Loading(checkpoint, family_of(checkpoint.config), Span(0, 2), dtype).load_all()
         weights = [linear.weight for linear in blocks.linears()]
         assert len(weights) == 14
         starts = [weight.data_ptr() for weight in weights]

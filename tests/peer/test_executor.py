@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 
 from peer import attention, cache
 from peer.attention import packed_attention
-from peer.blocks import Blocks
+from peer.blocks import Blocks, Loading
 from peer.cache import CacheBudget, CacheShape, _Memory
 from peer.executor import Executor, PassItem
 from routing.errors import BadInput, Overloaded
@@ -53,7 +53,7 @@ class Tiny:
         self.states = states  # per sequence: input of block 0, 1, 2, 3, output of block 3
 
     def load(self, start: int, end: int) -> Blocks:
-        return Blocks.load(self.checkpoint, self.family, Span(start, end), torch.float32)
+        return Loading(self.checkpoint, self.family, Span(start, end), torch.float32).load_all()
 
 
 def _block_states(model, layers, tokens):
@@ -180,7 +180,7 @@ def test_what_lies_behind_a_window_is_not_missed(kernels, tiny, monkeypatch):
 
 def test_sessions_of_both_regimes_of_longrope_share_a_pass(kernels, tmp_path):
     checkpoint = open_checkpoint(str(make_tiny("phi3", tmp_path, **LONGROPE)))
-    blocks = Blocks.load(checkpoint, family_of(checkpoint.config), Span(0, 4), torch.float32)
+    blocks = Loading(checkpoint, family_of(checkpoint.config), Span(0, 4), torch.float32).load_all()
     model = checkpoint.reference_model()
     lengths, states = (20, 24, 25, 60), []
     for length in lengths:
@@ -301,7 +301,7 @@ def test_bf16_stays_near_the_local_bf16_model(tiny):
     """bf16 rounds each kernel's result: how far from fp32 the local model itself is, bounds how far we may
     be.
     """
-    blocks = Blocks.load(tiny.checkpoint, tiny.family, Span(0, 4), torch.bfloat16)
+    blocks = Loading(tiny.checkpoint, tiny.family, Span(0, 4), torch.bfloat16).load_all()
     head = Head.load(tiny.checkpoint, tiny.family, torch.bfloat16)
     seats = [blocks.seat(0, 4) for _ in LENGTHS]
     inputs = [head.embed(tokens, torch.arange(len(tokens))) for tokens in tiny.tokens]
@@ -321,7 +321,7 @@ def test_two_spans_of_the_real_model_write_the_local_models_text(tmp_path):
     checkpoint = open_checkpoint("smollm2")
     family = family_of(checkpoint.config)
     head = Head.load(checkpoint, family, torch.float32)
-    spans = [Blocks.load(checkpoint, family, span, torch.float32) for span in (Span(0, 13), Span(13, 30))]
+    spans = [Loading(checkpoint, family, span, torch.float32).load_all() for span in (Span(0, 13), Span(13, 30))]
     prompt = checkpoint.tokenizer()("The capital of France is", return_tensors="pt").input_ids
     with torch.no_grad():
         local = checkpoint.reference_model().generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None)

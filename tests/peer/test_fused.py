@@ -14,7 +14,7 @@ import torch
 
 from peer import fused as fused_module
 from peer.attention import Segment
-from peer.blocks import Blocks
+from peer.blocks import Blocks, Loading
 from peer.executor import Executor, PassItem
 from peer.fused import FusedBlock
 from routing.types import Span
@@ -36,7 +36,7 @@ def loaded(native_kernels, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def load(family: str, folder, dtype: torch.dtype = torch.float32, quantization: str = NONE) -> Blocks:
     checkpoint = open_checkpoint(str(make_tiny(family, folder)))
-    return Blocks.load(checkpoint, family_of(checkpoint.config), Span(0, 4), dtype, quantization=quantization)
+    return Loading(checkpoint, family_of(checkpoint.config), Span(0, 4), dtype, quantization=quantization).load_all()
 
 
 def fused(blocks: Blocks, index: int = 0) -> FusedBlock | None:

@@ -15,14 +15,14 @@ SERVES = """
 import sys
 import torch
 import peer.__main__, peer.node
-from peer.blocks import Blocks
+from peer.blocks import Blocks, Loading
 from peer.capacity import measure
 from pathlib import Path
 from routing.types import Span
 from swarm.checkpoint import open_checkpoint
 from swarm.families import family_of
 checkpoint = open_checkpoint(sys.argv[1], cache_dir=Path(sys.argv[2]))
-measure(Blocks.load(checkpoint, family_of(checkpoint.config), Span(0, 2), torch.float32))
+measure(Loading(checkpoint, family_of(checkpoint.config), Span(0, 2), torch.float32).load_all())
 print(*sys.modules)
 """
 

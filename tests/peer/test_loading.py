@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from peer import loading
-from peer.blocks import Blocks, Loading
+from peer.blocks import Loading
 from peer.executor import Executor, PassItem
 from peer.loading import Loader
 from routing.errors import DamagedWeights, Unreachable
@@ -62,7 +62,7 @@ async def test_where_there_is_time_all_are_loaded_at_once(checkpoint: Any) -> No
 async def test_else_the_first_ones_are_and_the_rest_follows(checkpoint: Any) -> None:
     setting, grown = Setting(checkpoint, first_s=0.0), []
     first = await setting.loader.first(SPAN, None)
-    whole = Blocks.load(checkpoint, setting.family, SPAN, torch.float32)
+    whole = Loading(checkpoint, setting.family, SPAN, torch.float32).load_all()
     assert first.span == Span(1, 2)
     assert first.nbytes + setting.loader.pending_bytes == pytest.approx(whole.nbytes, rel=0.01)
     await setting.loader.rest(grown.append)
@@ -113,7 +113,7 @@ def test_a_block_that_could_not_be_read_is_read_anew(checkpoint: Any, monkeypatc
     assert broken.loaded == 1
     while not broken.whole:
         broken.load_next()
-    sound = Blocks.load(checkpoint, family, SPAN, torch.bfloat16, quantization="int8")
+    sound = Loading(checkpoint, family, SPAN, torch.bfloat16, quantization="int8").load_all()
     for mine, theirs in zip(broken.blocks().layers, sound.layers, strict=True):
         for name, weight in theirs.state_dict().items():
             assert torch.equal(mine.state_dict()[name], weight), name

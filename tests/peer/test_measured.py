@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peer.blocks import Blocks
+from peer.blocks import Blocks, Loading
 from peer.capacity import DECODE_ROWS, PREFILL_TOKENS, Speed
 from peer.measured import kept_decode_s, machine_setting, measured, setting_of
 from routing.types import Span
@@ -24,7 +24,7 @@ SWARM = bytes(range(32))
 
 def tiny_blocks(folder: Path, span: Span = Span(1, 3)) -> Blocks:  # noqa: B008
     checkpoint = open_checkpoint(str(make_tiny("llama", folder / "tiny")))
-    return Blocks.load(checkpoint, family_of(checkpoint.config), span, torch.float32)
+    return Loading(checkpoint, family_of(checkpoint.config), span, torch.float32).load_all()
 
 
 class Stopwatch:

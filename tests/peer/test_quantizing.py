@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from peer import cuda, devices, quantizing
-from peer.blocks import Blocks, estimated_block_bytes, packed_shapes
+from peer.blocks import Blocks, Loading, estimated_block_bytes, packed_shapes
 from peer.config import PeerConfig
 from peer.cuda import check_device
 from peer.executor import Executor, PassItem
@@ -39,7 +39,7 @@ def llama(tmp_path):
 
 def load(checkpoint, quantization: str, dtype: torch.dtype = torch.float32) -> Blocks:
     family = family_of(checkpoint.config)
-    return Blocks.load(checkpoint, family, Span(0, 4), dtype, quantization=quantization)
+    return Loading(checkpoint, family, Span(0, 4), dtype, quantization=quantization).load_all()
 
 
 def put_unpacked(plain: Blocks, quantized: Blocks) -> None:
@@ -263,8 +263,9 @@ def test_what_a_device_cannot_do_is_told_before_anything_is_loaded(monkeypatch):
 def test_a_mixtures_experts_are_refused_on_a_gpu_before_anything_is_loaded(family, tmp_path, monkeypatch):
     checkpoint = open_checkpoint(str(make_tiny(family, tmp_path)))
     monkeypatch.setattr(type(checkpoint), "load", None)
+    source = checkpoint, family_of(checkpoint.config), Span(0, 1), torch.float32
     with pytest.raises(UnsupportedQuantization, match="experts are not quantized on cuda"):
-        Blocks.load(checkpoint, family_of(checkpoint.config), Span(0, 1), torch.float32, "cuda", quantization=INT8)
+        Loading(*source, "cuda", quantization=INT8).load_all()
 
 
 def test_matrices_of_a_kind_that_is_not_known_are_refused(tmp_path):

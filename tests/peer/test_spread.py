@@ -30,24 +30,25 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 def loading(checkpoint: Checkpoint, span: str, shares: list[int]) -> SpreadLoading:
-    devices = ["cpu"] * len(shares)
-    return SpreadLoading(
-        checkpoint, family_of(checkpoint.config), Span.parse(span), torch.float32, devices, shares
-    )
+    def on(part: Span, device: str) -> Loading:
+        return Loading(checkpoint, family_of(checkpoint.config), part, torch.float32, device)
+
+    return SpreadLoading(on, Span.parse(span), ["cpu"] * len(shares), shares)
+
+
+def on_one(checkpoint: Checkpoint, span: Span) -> Blocks:
+    return Loading(checkpoint, family_of(checkpoint.config), span, torch.float32).load_all()
 
 
 def load(checkpoint: Checkpoint, span: str, shares: list[int]) -> Spread:
-    some = loading(checkpoint, span, shares)
-    while not some.whole:
-        some.load_next()
-    return some.blocks()
+    return loading(checkpoint, span, shares).load_all()
 
 
 # -- blocks -------------------------------------------------------------------------------------------------
 
 
 def test_each_device_has_its_blocks_in_order(llama: Checkpoint) -> None:
-    whole = Blocks.load(llama, family_of(llama.config), Span(1, 6), torch.float32)
+    whole = on_one(llama, Span(1, 6))
     blocks = load(llama, "1:6", [2, 0, 3])
     assert blocks.span == Span(1, 6) and [part.span for part in blocks.parts] == [Span(1, 3), Span(3, 6)]
     assert blocks.places == (0, 2) and blocks.nbytes == whole.nbytes
@@ -56,7 +57,7 @@ def test_each_device_has_its_blocks_in_order(llama: Checkpoint) -> None:
 
 
 def test_a_position_costs_as_much_as_on_one_device_with_the_journal_at_the_end(llama: Checkpoint) -> None:
-    blocks, whole = load(llama, "1:6", [2, 3]), Blocks.load(llama, family_of(llama.config), Span(1, 6), torch.float32)
+    blocks, whole = load(llama, "1:6", [2, 3]), on_one(llama, Span(1, 6))
     block, journal = whole.shape.block_bytes, 64 * 4
     assert position_bytes(blocks, 1, 6) == (2 * block, 3 * block + journal)
     assert position_bytes(blocks, 2, 3) == (block + journal, 0)
@@ -82,7 +83,7 @@ def test_a_seat_lies_where_its_blocks_are(llama: Checkpoint) -> None:
 
 
 def test_part_after_part_computes_what_one_device_would(llama: Checkpoint) -> None:
-    blocks, whole = load(llama, "0:6", [4, 2]), Blocks.load(llama, family_of(llama.config), Span(0, 6), torch.float32)
+    blocks, whole = load(llama, "0:6", [4, 2]), on_one(llama, Span(0, 6))
     rows = torch.randn(9, whole.shape.hidden)
     seat, alone = seat_on(blocks, SpreadBudget([CacheBudget(PLENTY)] * 2), 1, 6), whole.seat(1, 6)
     for some in rows.split([5, 1, 3]):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from peer.blocks import Blocks
+from peer.blocks import Loading
 from routing.types import Span
 from swarm.checkpoint import open_checkpoint, read_generation_config
 from swarm.families import SUPPORTED, family_of
@@ -31,7 +31,9 @@ def test_a_kept_configuration_says_what_the_librarys_says(family, tmp_path):
     assert family_of(kept) is family_of(library)
     assert family_of(kept).shapes(kept) == family_of(kept).shapes(library)
     assert read_generation_config(tmp_path, kept).to_dict() == read_generation_config(tmp_path, library).to_dict()
-    ours, theirs = (Blocks.load(each, family_of(each.config), Span(1, 3), torch.float32) for each in (second, first))
+    ours, theirs = (
+        Loading(each, family_of(each.config), Span(1, 3), torch.float32).load_all() for each in (second, first)
+    )
     for mine, expected in zip(ours.layers, theirs.layers, strict=True):
         assert all(torch.equal(mine.state_dict()[name], each) for name, each in expected.state_dict().items())
     assert ours.shape == theirs.shape

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from peer.blocks import Blocks
+from peer.blocks import Loading
 from peer.cache import CacheBudget
 from peer.capacity import Speed
 from peer.effects import SessionLimits
@@ -107,13 +107,13 @@ class InProcessPeer:
 
     def _load(self) -> AnyBlocks:
         swarm, devices = self.swarm, ["cpu"] * len(self.parts)
-        source = swarm.checkpoint, swarm.family, self.span, swarm.dtype
+
+        def on(part: Span, device: str) -> Loading:
+            return Loading(swarm.checkpoint, swarm.family, part, swarm.dtype, device, quantization=self._quantization)
+
         if len(devices) == 1:
-            return Blocks.load(*source, "cpu", quantization=self._quantization)
-        loading = SpreadLoading(*source, devices, [len(part) for part in self.parts], quantization=self._quantization)
-        while not loading.whole:
-            loading.load_next()
-        return loading.blocks()
+            return on(self.span, "cpu").load_all()
+        return SpreadLoading(on, self.span, devices, [len(part) for part in self.parts]).load_all()
 
     async def serve_too(self, swarm: InProcessSwarm, span: str) -> Service:
         """Another model besides, before there are links."""
@@ -123,7 +123,7 @@ class InProcessPeer:
 
     async def _serve_too(self, swarm: InProcessSwarm, span: Span) -> Service:
         thread = self.service.stages[0].lane.thread
-        blocks = await thread.run(Blocks.load, swarm.checkpoint, swarm.family, span, swarm.dtype)
+        blocks = await thread.run(Loading(swarm.checkpoint, swarm.family, span, swarm.dtype).load_all)
         service = Service(me=self.peer_id, blocks=blocks, budget=self.service.budget, threads=[thread], speed=SPEED)
         self._stack.push_async_callback(service.close)
         switchboard = Switchboard()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from peer import succession
-from peer.blocks import Blocks
+from peer.blocks import Loading
 from peer.cache import CacheBudget
 from peer.service import Service
 from peer.succession import Succession
@@ -36,7 +36,7 @@ class Moving:
     async def _succeed(self, span: Span) -> Service:
         swarm, former = self.peer.swarm, self.peer.service
         thread = former.stages[0].lane.thread
-        blocks = await thread.run(Blocks.load, swarm.checkpoint, swarm.family, span, swarm.dtype, "cpu")
+        blocks = await thread.run(Loading(swarm.checkpoint, swarm.family, span, swarm.dtype).load_all)
         service = Service(me=former.me, blocks=blocks, budget=CacheBudget(PLENTY), threads=[thread], speed=SPEED)
         self.peer._stack.push_async_callback(service.close)
         self.succession.succeed(service, self.peer.endpoint)
